@@ -53,13 +53,13 @@ from pipelinerl.messages import (
 )
 from pipelinerl.messages.base import Outcome
 from pipelinerl.rewards.reward import Shape, read_values
-from pipelinerl.transport.memory import MemoryLink
 from pipelinerl.weights.base import plan_layout
 from pipelinerl.weights.receiver import WeightReceiver
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from pipelinerl.weights.swap import Placed, PointerSwap
 from tests.sim import peers, run
 from tests.sim.clock import later
+from tests.sim.memory import MemoryLink
 from tests.tokenizers import make_words
 from tests.trainer.tiny import VOCABULARY, make_folder, make_model, make_step
 from trainer.weights.publisher import Publisher

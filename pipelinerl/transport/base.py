@@ -1,7 +1,7 @@
 """The seam between messages and the bytes that carry them: a `Hub` in the orchestrator, a `Link` in each peer.
 
-Two transports pass the same contract tests: `zmq` (ROUTER and DEALER over TCP, encrypted) and `memory` (in one process, on whatever
-clock the event loop has, with faults on demand). Both promise, by `session.Session`:
+`zmq` is the transport of a run (ROUTER and DEALER over TCP, encrypted). Its twin for tests (`tests/sim/memory.py`: in one process, on
+whatever clock the event loop has, with faults on demand) passes the same contract tests. Both promise, by `session.Session`:
 
 - between one pair messages arrive whole, in order and once, while both live, also when frames are lost, doubled or reordered, and when the
   connection breaks and comes back;

@@ -1,4 +1,4 @@
-"""Frames between two ends: a header of 40 bytes, followed, in frames that carry a message or several, by the messages' msgpack.
+"""Frames between two ends: a header of 40 bytes, followed, in frames that carry messages, by each one's length and msgpack.
 
 The header says which schema the sender speaks. It is a fingerprint of every message's name, fields and types, so two ends of different
 code refuse each other in words, instead of misreading a field.
@@ -17,11 +17,13 @@ from pipelinerl.errors import WireError
 from pipelinerl.messages import Message
 
 MAGIC = b"PL"
-WIRE = 2
+WIRE = 3
 """Version of the header and of the rules in `session`; the messages have the fingerprint."""
 _HEADER = struct.Struct("<2sBBIQQQQ")
 HEADER_BYTES = _HEADER.size
 _LENGTH = struct.Struct("<I")
+OVERHEAD_BYTES = HEADER_BYTES + _LENGTH.size
+"""What a frame that carries one message is longer than that."""
 MAX_BATCH_FRAME_BYTES = (1 << 16) - HEADER_BYTES - 1
 """Messages sent at once share frames up to this size. A frame costs, at both ends, about as much as encrypting 10 KB; with more than
 64 KB the saving is small, and ZeroMQ is handed them without a copy, which costs more than one (`zmq.COPY_BELOW_BYTES`).
@@ -31,8 +33,8 @@ MAX_BATCH_FRAME_BYTES = (1 << 16) - HEADER_BYTES - 1
 class Kind(enum.IntEnum):
     """The purpose of a frame."""
 
-    MESSAGE = 1
-    """`number` counts frames that carry messages from 1; a message follows."""
+    MESSAGES = 1
+    """`number` counts frames that carry messages from 1; the messages follow, each behind its length (4 bytes, little-endian)."""
     ACK = 2
     """Only acknowledges, see `Header.acked`."""
     PROBE = 3
@@ -41,8 +43,6 @@ class Kind(enum.IntEnum):
     """Frames behind `acked` are missing: send them again."""
     GOODBYE = 5
     """The sender closes; nothing more should be sent to it."""
-    MESSAGES = 6
-    """Several messages follow, each behind its length (4 bytes, little-endian); `number` as in `MESSAGE`."""
 
 
 class Header(NamedTuple):
@@ -89,51 +89,37 @@ def unpack(frame: bytes | memoryview) -> Header:
     return Header(_KINDS[kind], sender, receiver, number, acked)
 
 
-def join(messages: Sequence[bytes]) -> Sequence[tuple[Kind, bytes]]:
-    """Encoded messages as what follows the headers of as few frames as `MAX_BATCH_FRAME_BYTES` allows, each with its kind."""
-    return [(Kind.MESSAGE, messages[0])] if len(messages) == 1 else list(_join(messages))
+def join(messages: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """What follows the headers of as few frames as `MAX_BATCH_FRAME_BYTES` allows: each message behind its length."""
+    parts: list[bytes] = []
+    size = 0
+    for message in messages:
+        size += _LENGTH.size + len(message)
+        if parts and size > MAX_BATCH_FRAME_BYTES:
+            yield parts
+            parts, size = [], _LENGTH.size + len(message)
+        parts += (_LENGTH.pack(len(message)), message)
+    if parts:
+        yield parts
 
 
 def split(frame: bytes | memoryview) -> list[memoryview]:
-    """The encoded messages in a frame of kind `MESSAGE` or `MESSAGES`.
+    """The encoded messages in a frame of kind `MESSAGES`.
 
     Raises `WireError` where a length leads past its end, and for several messages in more than `MAX_BATCH_FRAME_BYTES`: how many they may
     be has a bound by that.
     """
-    rest = memoryview(frame)[HEADER_BYTES:]
-    if frame[_KIND_AT] == Kind.MESSAGE:
-        return [rest]
-    if len(rest) > MAX_BATCH_FRAME_BYTES:
-        raise WireError(f"several messages in {len(rest)} bytes, expected {MAX_BATCH_FRAME_BYTES} at most", reason="oversize")
+    rest, size = memoryview(frame)[HEADER_BYTES:], len(frame) - HEADER_BYTES
     messages: list[memoryview] = []
     while rest:
         end = _LENGTH.size + (_LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest))
         if end > len(rest):
             raise WireError(f"a frame ends after {len(rest)} bytes, within its message {len(messages)}, which has {end}")
+        if end < size > MAX_BATCH_FRAME_BYTES:
+            raise WireError(f"several messages in {size} bytes, expected {MAX_BATCH_FRAME_BYTES} at most", reason="oversize")
         messages.append(rest[_LENGTH.size : end])
         rest = rest[end:]
     return messages
 
 
-def _join(messages: Sequence[bytes]) -> Iterator[tuple[Kind, bytes]]:
-    together: list[bytes] = []
-    size = 0
-    for message in messages:
-        size += len(message) + _LENGTH.size
-        if together and size > MAX_BATCH_FRAME_BYTES:
-            yield _joined(together)
-            together, size = [], len(message) + _LENGTH.size
-        together.append(message)
-    if together:
-        yield _joined(together)
-
-
-def _joined(messages: list[bytes]) -> tuple[Kind, bytes]:
-    if len(messages) == 1:
-        return Kind.MESSAGE, messages[0]
-    return Kind.MESSAGES, b"".join(part for message in messages for part in (_LENGTH.pack(len(message)), message))
-
-
-_KIND_AT = 3
-"""Offset of a header's kind."""
 _KINDS = {int(kind): kind for kind in Kind}

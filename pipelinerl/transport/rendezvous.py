@@ -19,19 +19,15 @@ from collections.abc import Iterator
 
 import msgspec
 import zmq
-import zmq.auth.thread
 import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pipelinerl.errors import PeerGone, PeerSilent
+from pipelinerl.transport.curve import authenticator, bind, configure
 from pipelinerl.transport.keys import AllowList, KeyPair
 
 MAX_BYTES = 1 << 20
 """Largest message. Ranks tell each other addresses and ids of a few hundred bytes here."""
-HANDSHAKE_MS = 5000
-"""See `transport.zmq`."""
-HEARTBEAT_MS, DEAD_MS = 5000, 30000
-"""Between two signs of life on a connection, and how long without one it lasts: a machine that lost its power says no goodbye."""
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _CUT |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -116,18 +112,13 @@ class RendezvousServer:
         self._lock = threading.Lock()
         """Held while the table is read or changed."""
         self._context = zmq.Context()
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        allowed = AllowList({_key_pair(token, "client").public: "client"})
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=allowed)
+        self._authenticator = authenticator(self._context, AllowList({_key_pair(token, "client").public: "client"}))
         self._socket = self._context.socket(zmq.ROUTER)
-        keys = _key_pair(token, "server")
-        _configure(self._socket, keys)
-        self._socket.curve_server = True
+        configure(self._socket, _key_pair(token, "server"), max_bytes=MAX_BYTES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         try:
-            self.port = _bind(self._socket, address)
+            self.port = int(bind(self._socket, address).rpartition(":")[2])
         except zmq.ZMQError as error:
             self._release()
             raise OSError(error.errno, error.strerror) from None
@@ -216,7 +207,7 @@ class _Connection:
         self._place = place
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket, _key_pair(token, "client"))
+        configure(self._socket, _key_pair(token, "client"), max_bytes=MAX_BYTES)
         self._socket.curve_serverkey = _key_pair(token, "server").public
         self._reports = self._socket.get_monitor_socket(_CUT)
         self._socket.connect(f"tcp://{place}")
@@ -248,20 +239,6 @@ class _Connection:
 def _close_all(connections: list[_Connection]) -> None:
     while connections:
         connections.pop().close()
-
-
-def _bind(socket: zmq.Socket[bytes], address: str) -> int:
-    socket.bind(f"tcp://{address}:0")
-    return int(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2])  # pyright: ignore[reportArgumentType]
-
-
-def _configure(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = 0
-    socket.maxmsgsize = MAX_BYTES
-    socket.handshake_ivl = HANDSHAKE_MS
-    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, DEAD_MS
 
 
 def _key_pair(token: str, end: str) -> KeyPair:

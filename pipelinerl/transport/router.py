@@ -1,4 +1,4 @@
-"""The orchestrator's half that both transports share: one session for each peer, and what was refused, by reason.
+"""The orchestrator's half without sockets: one session for each peer, and what was refused, by reason.
 
 A frame that is none, a message that a peer may not send, or a name that nobody has costs one counter. An `Unread` in its place says whose
 it was, so that the request can go to another peer.
@@ -39,10 +39,6 @@ class Router:
         self._lost_since: dict[str, float] = {}
         """Peers whose connection is gone, and since when on the clock."""
 
-    def introduce(self, name: str, identity: int) -> None:
-        """A peer connected that will call itself `identity`: it can be sent to before it was heard."""
-        self._session(name).meet(identity)
-
     def receive_frame(self, name: str, frame: bytes | memoryview) -> list[tuple[str, Message]]:
         """Take a frame that came from a peer; return the messages it lets through, mostly one, as (name, message), with an `Unread` in
         place of one that could not be read."""
@@ -58,14 +54,13 @@ class Router:
     def send(self, name: str, message: Message) -> None:
         """Send to a peer that was heard before. Raises `PeerGone` where there is none, or it left, or its connection is gone."""
         session = self._sessions.get(name)
-        if session is None or not session.has_met:
-            raise PeerGone(f"cannot send {type(message).__name__} to {name}: its connection is closed, or never was open")
-        if session.has_left:
-            raise PeerGone(f"cannot send {type(message).__name__} to {name}: it said goodbye, and its connection is closed")
+        failed = f"cannot send {type(message).__name__} to {name}: its connection is closed"
+        if session is None or not session.has_met or session.has_left:
+            raise PeerGone(f"{failed}, or never was open")
         session.send(encode(message))
         lost_s = self._clock() - self._lost_since.get(name, float("inf"))
         if lost_s > LOST_FOR_S:
-            raise PeerGone(f"cannot send {type(message).__name__} to {name}: its connection is closed since {lost_s:.0f} s")
+            raise PeerGone(f"{failed} since {lost_s:.0f} s")
 
     def send_all(self, message: Message) -> None:
         """Send to every peer that can be sent to."""
@@ -79,23 +74,12 @@ class Router:
             session.probe()
         return any(session.unacked_bytes for session in self._sessions.values())
 
-    def say_goodbye(self) -> None:
-        """Tell every peer that this end closes."""
-        for session in self._sessions.values():
-            session.say_goodbye()
-
-    @property
-    def unacked_bytes(self) -> int:
-        """Bytes of messages that peers have not acknowledged."""
-        return sum(session.unacked_bytes for session in self._sessions.values())
-
     def _decode(self, body: memoryview) -> Message:
         try:
             return self._decoder.decode(body)
         except WireError as error:
             self.refused[error.reason] += 1
-            of = about(body)
-            return Unread(reason=error.reason, words=str(error), **msgspec.structs.asdict(of))
+            return Unread(reason=error.reason, words=str(error), **msgspec.structs.asdict(about(body)))
 
     def _session(self, name: str) -> Session:
         session = self._sessions.get(name)
@@ -103,7 +87,7 @@ class Router:
             if not NAME.fullmatch(name):
                 raise WireError(f"{name!r} is no peer's name; expected a role and a number, as engine-0", reason="name")
             transmit = functools.partial(self._transmit, name)
-            session = self._sessions[name] = Session(name, transmit=transmit, resends_to_successor=False)
+            session = self._sessions[name] = Session(name, transmit=transmit, introduction=lambda kept: ())
         return session
 
     def _transmit(self, name: str, frame: bytes) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.auth.thread
 
 from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.messages import Message
@@ -26,9 +25,10 @@ from pipelinerl.runtime.process import register
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from pipelinerl.transport.curve import authenticator, bind, configure
 from pipelinerl.transport.endpoint import Endpoint, publish_endpoint, read_endpoint
-from pipelinerl.transport.frame import HEADER_BYTES
-from pipelinerl.transport.keys import read_allow_list, read_keys
+from pipelinerl.transport.frame import OVERHEAD_BYTES
+from pipelinerl.transport.keys import KeyPair, read_allow_list, read_keys
 from pipelinerl.transport.rejected import RejectedConnections
 from pipelinerl.transport.router import Router
 from pipelinerl.transport.session import PROBE_EVERY_S, Session
@@ -55,12 +55,10 @@ RENEW_AFTER = 2
 """Looks in a row, a reminder apart, after which an orchestrator that owes a sign and is silent is connected to anew: after bytes that it
 cannot decrypt, ZeroMQ gives a connection up for good. Fewer breaks connections to one that is merely busy; what was sent comes again.
 """
-HANDSHAKE_MS = 5000
-"""Longest time that a new connection may take to show its key; then its connection is closed, so that those who have none keep no
-descriptor. Shorter cuts off honest peers of a machine that is very busy, which connect aga
+MAX_FORMER = 1000
+"""Connections remembered that were replaced, of all peers, so that what they still have on its way brings them not back. Each peer
+replaces one when its connection breaks.
 """
-MAX_FORMER = 10_000
-"""Connections remembered that were replaced, of all peers. Each peer replaces one when its connection breaks."""
 MAX_BATCH = 256
 """Frames taken at once; then the stages have their turn. Smaller costs more turns; larger lets a flood hold them up."""
 
@@ -76,14 +74,12 @@ class ZmqHub:
         self._router = Router(accepts=accepts, carry=self._carry, clock=time.monotonic)
         self._routes: dict[str, bytes] = {}
         """The newest connection of each peer, by its name."""
-        self._former: dict[bytes, None] = {}
-        """Connections before those: what they still have on its way brings them not back."""
+        self._former: collections.deque[bytes] = collections.deque(maxlen=MAX_FORMER)
+        """Connections before those."""
         self._role = role
         self._context = zmq.Context()
         self.allow_list = read_allow_list(run_folder, role)
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self.allow_list)
+        self._authenticator = authenticator(self._context, self.allow_list)
         keys = read_keys(run_folder, "orchestrator")
         self._readable = Signal()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,14 +89,11 @@ class ZmqHub:
         self._probe_timer: asyncio.TimerHandle | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
-        _configure(self._socket)
+        _configure(self._socket, keys)
         self._socket.rcvhwm = MAX_UNREAD
         self._socket.router_mandatory = True
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._rejected = RejectedConnections(self._socket, refused=self._router.refused, num_peers=len(self.allow_list.names))
-        self._socket.bind(f"tcp://{interface}:0")
-        self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
+        self.address = bind(self._socket, interface)
         self._endpoint = Endpoint(address=self.address, server_key=keys.public.decode())
         self._endpoint_file = run_folder / "endpoints" / f"{role}.json"
         publish_endpoint(self._endpoint_file, self._endpoint)
@@ -137,7 +130,6 @@ class ZmqHub:
             self._loop.remove_reader(self._rejected.descriptor)
         if self._probe_timer is not None:
             self._probe_timer.cancel()
-        self._router.say_goodbye()
         self._rejected.close()
         self._socket.close(linger=LINGER_MS)
         self._authenticator.stop()
@@ -178,9 +170,12 @@ class ZmqHub:
                 self._drop_rest(frame)
                 continue
             name = self.allow_list.names[frame.get("User-Id").encode()]  # pyright: ignore[reportAttributeAccessIssue]
-            if self._routes.get(name) != routing_id:
-                self._note_route(name, routing_id)
+            if (before := self._routes.get(name)) != routing_id:
                 self._rejected.heard(int(frame.get(_SRCFD)))
+                if routing_id not in self._former:  # over the newest connection over which it speaks it is answered
+                    self._routes[name] = routing_id
+                    if before is not None:
+                        self._former.append(before)
             arrived += self._router.receive_frame(name, frame.buffer)
         self._readable.set()
         return arrived
@@ -188,17 +183,6 @@ class ZmqHub:
     def _drop_rest(self, frame: zmq.Frame) -> None:
         while frame.more:
             frame = self._socket.recv(copy=False)
-
-    def _note_route(self, name: str, routing_id: bytes) -> None:
-        """A peer speaks over another connection than before: over that one it is answered, unless that is an older one."""
-        if routing_id in self._former:
-            return
-        before = self._routes.get(name)
-        self._routes[name] = routing_id
-        if before is not None:
-            self._former[before] = None
-            if len(self._former) > MAX_FORMER:
-                del self._former[next(iter(self._former))]
 
     def _carry(self, peer: str, frame: bytes) -> bool:
         route = self._routes.get(peer)
@@ -223,9 +207,7 @@ class ZmqLink:
         keys = read_keys(run_folder, self.name)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
-        self._socket.rcvhwm = 0
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        _configure(self._socket, keys)
         try:
             self._socket.curve_serverkey = endpoint.server_key.encode()
             self._socket.connect(endpoint.address)
@@ -240,7 +222,7 @@ class ZmqLink:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
-        self._session = Session("the orchestrator", transmit=self._transmit, resends_to_successor=True)
+        self._session = Session("the orchestrator", transmit=self._transmit, introduction=lambda kept: kept)
         self._bodies: collections.deque[memoryview] = collections.deque()
         """Messages to be handed over, still encoded."""
         self._is_dismissed = False
@@ -354,13 +336,9 @@ class ZmqLink:
             pass
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
+def _configure(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     _keep_freed_memory()
-    socket.sndhwm = 0
-    socket.linger = 0  # of a connection that is given up; closing states its own
-    socket.maxmsgsize = MAX_MESSAGE_BYTES + HEADER_BYTES
-    socket.handshake_ivl = HANDSHAKE_MS
-    socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 30000
+    configure(socket, keys, max_bytes=MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 2000
 
 

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from pipelinerl.messages import Completion, Message, Outcome, Request, Result, ScoredTrajectory, ScorerReady, Stop
-from pipelinerl.transport.memory import MemoryLink
 from scripts.bench import harness
 from scripts.bench.paced import processes
 from tests.sim import peers
+from tests.sim.memory import MemoryLink
 from tests.sim.run import Cast, config, mean_baseline, run
 
 NUM_ENGINES, SLOTS = 2, 32

@@ -329,7 +329,7 @@ FRAMES = (
     Forgery(
         kind=MALFORMED,
         name="half a frame",
-        make=lambda _, known: frame.pack(frame.Kind.MESSAGE, known.identity, 0, known.chance.randrange(2**32), 0)[:36],
+        make=lambda _, known: frame.pack(frame.Kind.MESSAGES, known.identity, 0, known.chance.randrange(2**32), 0)[:36],
         is_frame=True,
     ),
     Forgery(kind=MALFORMED, name="bytes that are no frame", make=lambda _, known: known.chance.randbytes(64), is_frame=True),

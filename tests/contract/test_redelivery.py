@@ -17,7 +17,6 @@ from pipelinerl.messages import FromEngine, Message, StageWeights, Stop, ToEngin
 from pipelinerl.transport import router, session
 from pipelinerl.transport import zmq as zmq_transport
 from pipelinerl.transport.base import Link
-from pipelinerl.transport.memory import MemoryHub, NetworkFaults
 from pipelinerl.transport.zmq import ZmqHub
 from tests.contract.wires import (
     PATIENCE_S,
@@ -35,6 +34,7 @@ from tests.contract.wires import (
     until,
 )
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub, NetworkFaults
 
 pytestmark = pytest.mark.process
 

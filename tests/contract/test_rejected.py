@@ -14,7 +14,7 @@ import zmq
 
 from pipelinerl.errors import PeerGone, PeerSilent
 from pipelinerl.messages import FromEngine, Stop, ToEngine
-from pipelinerl.transport import zmq as zmq_transport
+from pipelinerl.transport import curve
 from pipelinerl.transport.codec import encode
 from pipelinerl.transport.keys import KeyPair, make_keys, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
@@ -69,7 +69,7 @@ def test_a_stranger_costs_one_counter_and_never_gets_through_while_those_with_a_
 
 def test_connections_that_say_nothing_are_closed_and_counted_while_peers_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Half of them send half a greeting: neither is ever a peer."""
-    monkeypatch.setattr(zmq_transport, "HANDSHAKE_MS", 500)
+    monkeypatch.setattr(curve, "HANDSHAKE_MS", 500)
 
     async def program(wire: ZmqWire) -> None:
         (good,) = await connected(wire, 0)

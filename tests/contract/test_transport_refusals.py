@@ -109,7 +109,7 @@ def test_a_peer_of_another_schema_is_counted_and_told_what_to_do(on_wire: Callab
         receiving = asyncio.create_task(wire.hub.receive())
         await until(lambda: wire.hub.refused == {"schema": 1}, what="another schema was not counted")
         monkeypatch.setattr(frame, "SCHEMA", frame.SCHEMA ^ 1)
-        with pytest.raises(WireError, match=r"speaks wire 2 and schema [0-9a-f]{8}, this one .*: install the same version of pipelinerl"):
+        with pytest.raises(WireError, match=r"speaks wire 3 and schema [0-9a-f]{8}, this one .*: install the same version of pipelinerl"):
             await payload(link)
         receiving.cancel()
 

@@ -14,10 +14,10 @@ import zmq
 from pipelinerl.messages import EngineLoad, FromEngine, Message, Stop, ToEngine, Unread
 from pipelinerl.transport.base import Hub, Link
 from pipelinerl.transport.keys import KeyPair, make_keys, read_keys
-from pipelinerl.transport.memory import MemoryHub, NetworkFaults
 from pipelinerl.transport.session import Session
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
+from tests.sim.memory import MemoryHub, NetworkFaults
 
 PATIENCE_S = 20.0
 """After so long a message that should come is lost. Generous: the machine may be busy with something else."""
@@ -123,7 +123,7 @@ def numbers(arrived: list[tuple[str, Message]], *, peer: str | None = None) -> l
 def framed(*bodies: bytes) -> list[bytes]:
     """Messages as an end sends them that has not heard from anybody yet: each behind its header, numbered from 1."""
     frames: list[bytes] = []
-    session = Session("the orchestrator", transmit=frames.append, resends_to_successor=True)
+    session = Session("the orchestrator", transmit=frames.append, introduction=lambda kept: kept)
     for body in bodies:
         session.send(body)
     return frames

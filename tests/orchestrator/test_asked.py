@@ -38,10 +38,10 @@ from pipelinerl.messages import (
 )
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
-from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from pipelinerl.transport.router import LOST_FOR_S
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub, MemoryLink
 
 TENSOR = Tensor(name="norm", shape=(2,), dtype="float32", offset_bytes=0, num_bytes=8)
 

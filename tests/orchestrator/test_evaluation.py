@@ -40,9 +40,9 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
-from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub, MemoryLink
 
 
 class Pins:

@@ -18,9 +18,9 @@ from pipelinerl.config import Mode
 from pipelinerl.messages import Completion, EngineReady, Finish, FromEngine, Generate, Sampling, ToEngine, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
-from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub, MemoryLink
 
 
 async def answer_all(link: MemoryLink) -> int:

@@ -12,9 +12,9 @@ from orchestrator.peers.peers import Peers
 from orchestrator.rules.validation.penalties import MAX_REPLACED
 from pipelinerl.errors import PeerRefused, PeerSilent
 from pipelinerl.messages import EngineLoad, Failed, FromEngine, Message, Starting, Stop, ToEngine
-from pipelinerl.transport.memory import MemoryHub
 from pipelinerl.transport.router import LOST_FOR_S
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub
 
 
 def load(engine_id: int = 0, *, num_tokens: int = 0) -> EngineLoad:

@@ -16,9 +16,9 @@ from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
 from orchestrator.rules.validation.scores import ScoreCheck
 from pipelinerl.messages import Finish, FromScorer, Outcome, Request, RequestKind, Result, ScorerReady, ScorerTask, ToScorer
 from pipelinerl.runtime.watch import Watch
-from pipelinerl.transport.memory import MemoryHub
 from tests.orchestrator import handmade
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub
 
 
 def task(number: int) -> ScorerTask:

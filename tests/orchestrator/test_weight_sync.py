@@ -38,8 +38,8 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
-from pipelinerl.transport.memory import MemoryHub, MemoryLink
 from tests.sim.clock import simulate
+from tests.sim.memory import MemoryHub, MemoryLink
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -20,10 +20,10 @@ from pipelinerl.rewards.prm.scorer import PrmScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
 from pipelinerl.transport.base import Link
 from pipelinerl.transport.keys import make_keys
-from pipelinerl.transport.memory import MemoryHub
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
 from tests.rewards.test_prm import ENDS, POLICY, ByHand, by_words, trace
+from tests.sim.memory import MemoryHub
 
 SECTION = PrmSection(convention="sigmoid-head", tag="#", max_steps=50)  # pyright: ignore[reportCallIssue]
 

@@ -50,9 +50,9 @@ from pipelinerl.messages import (
 from pipelinerl.observe.journal import Journal
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
 from pipelinerl.transport.base import Introduction
-from pipelinerl.transport.memory import NO_FAULTS, MemoryHub, MemoryLink, NetworkFaults
 from tests.sim import peers
 from tests.sim.clock import simulate
+from tests.sim.memory import NO_FAULTS, MemoryHub, MemoryLink, NetworkFaults
 from tests.sim.run import Prompts, mean_baseline
 from trainer.session import TrainerSession
 

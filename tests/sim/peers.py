@@ -55,8 +55,8 @@ from pipelinerl.messages import (
     TrainingEnded,
     WeightBufferReleased,
 )
-from pipelinerl.transport.memory import MemoryLink
 from tests.sim.clock import later
+from tests.sim.memory import MemoryLink
 
 REWARD_LOAD = FunctionLoad(
     num_calls=3, num_failed={"error": 1}, num_retries=0, p50_s=0.1, p95_s=0.2, max_s=0.2, slowest="0/1", breaker="closed"

@@ -23,9 +23,9 @@ from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
-from pipelinerl.transport.memory import NO_FAULTS, MemoryHub, NetworkFaults
 from tests.sim import checker, peers
 from tests.sim.clock import simulate
+from tests.sim.memory import NO_FAULTS, MemoryHub, NetworkFaults
 
 
 def config(**sections: dict[str, Any]) -> Config:

@@ -16,9 +16,9 @@ from pipelinerl.config import Config, RewardSection
 from pipelinerl.data.expert_routes import routes_of
 from pipelinerl.messages import Completion, Prompt
 from pipelinerl.runtime.stage import Channel
-from pipelinerl.transport.memory import MemoryLink
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
+from tests.sim.memory import MemoryLink
 from tests.sim.peers import World
 from tests.sim.run import Cast, Prompts, Simulated, config, run
 

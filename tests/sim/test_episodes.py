@@ -15,9 +15,9 @@ from orchestrator.rules.batch import Survivors
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Finish, Message, Request, Result, ScorerTask
-from pipelinerl.transport.memory import MemoryLink, NetworkFaults
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
+from tests.sim.memory import MemoryLink, NetworkFaults
 from tests.sim.peers import World
 from tests.sim.run import Cast, Prompts, config, mean_baseline, run
 

@@ -14,8 +14,8 @@ import pytest
 from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
 from orchestrator.rules.validation.violations import Kind
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Failed, Finish, Message, Result, WeightsCommitted
-from pipelinerl.transport.memory import MemoryLink
 from tests.sim import peers
+from tests.sim.memory import MemoryLink
 from tests.sim.run import Cast, Simulated, config, run
 
 Lies = Callable[[Message], tuple[str, Message] | None]

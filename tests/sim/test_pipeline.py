@@ -37,8 +37,8 @@ from pipelinerl.messages import (
     TakeMicroBatch,
     TrainerReady,
 )
-from pipelinerl.transport.memory import MemoryLink, NetworkFaults
 from tests.sim import peers
+from tests.sim.memory import MemoryLink, NetworkFaults
 from tests.sim.peers import World
 from tests.sim.run import Cast, Prompts, Simulated, config, mean_baseline, run
 

@@ -16,9 +16,9 @@ from orchestrator.rules.batch import Survivors
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Outcome, StepsScored
-from pipelinerl.transport.memory import MemoryLink
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
+from tests.sim.memory import MemoryLink
 from tests.sim.peers import World
 from tests.sim.run import Cast, config, mean_baseline, run
 

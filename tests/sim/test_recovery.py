@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.transport.memory import NetworkFaults
 from tests.sim.chaos import Faults, Survived, survive
+from tests.sim.memory import NetworkFaults
 from tests.sim.peers import World
 from tests.sim.run import Prompts, config
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from pipelinerl.messages import FromEngine, Stop, ToEngine
-from pipelinerl.transport.memory import FaultyNetwork, MemoryHub, NetworkFaults
 from tests.sim.clock import simulate
+from tests.sim.memory import FaultyNetwork, MemoryHub, NetworkFaults
 
 
 def journey(faults: NetworkFaults, *, count: int = 200) -> list[tuple[float, int]]:

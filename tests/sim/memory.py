@@ -18,6 +18,7 @@ from pipelinerl.messages import Message
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.transport.base import Introduction
 from pipelinerl.transport.codec import Decoder, encode
+from pipelinerl.transport.frame import Kind, pack
 from pipelinerl.transport.router import Router
 from pipelinerl.transport.session import PROBE_EVERY_S, Session
 
@@ -58,7 +59,7 @@ class MemoryHub:
         """Connect a peer; one of the same name takes over, as after a restart."""
         link = MemoryLink(name, accepts=accepts, to_hub=self._take, network=self._network)
         self._links[name] = link
-        self._router.introduce(name, link.identity)
+        self._router.receive_frame(name, pack(Kind.ACK, link.identity, 0, 0, 0))  # it can be sent to before it was heard
         if self._closing_message is not None:
             self.send(name, self._closing_message)
         return link
@@ -93,7 +94,6 @@ class MemoryHub:
         self._probe_timer.arm()
 
     def close(self) -> None:
-        self._router.say_goodbye()
         self._probe_timer.cancel()
         self._links.clear()
 
@@ -122,7 +122,7 @@ class MemoryLink:
         self._bodies: collections.deque[memoryview] = collections.deque()
         """Messages to be handed over, still encoded."""
         self._something = Signal()
-        self._session = Session("the orchestrator", transmit=self.send_frame, resends_to_successor=True)
+        self._session = Session("the orchestrator", transmit=self.send_frame, introduction=lambda kept: kept)
         self._probe_timer = _Timer(self._probe)
         self._heard_at = _now_s()
 
