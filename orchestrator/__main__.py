@@ -11,10 +11,10 @@ from pathlib import Path
 
 from orchestrator.credit import MethodCredit
 from orchestrator.data.sources import prompts_of
-from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.parts import Dependencies
 from orchestrator.peers.bounds import experts_of, vocabulary_of
-from orchestrator.pipeline import Pipeline, RunResult
+from orchestrator.run import Run, RunResult
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
@@ -67,7 +67,7 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
             baselines=ledger.baselines(),
             remember=lambda baselines: ledger.store_baselines(baselines, now_s=now_s()),
         )
-        pipeline = Pipeline(
+        run = Run(
             config,
             Dependencies(
                 engine_hub=hubs[0],
@@ -86,11 +86,11 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
             ),
         )
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, pipeline.stop, "stopped by a signal")
+        loop.add_signal_handler(signal.SIGINT, run.stop, "stopped by a signal")
         # A run that goes on soon, after a limit of time, say, need not be evaluated first.
-        loop.add_signal_handler(signal.SIGTERM, functools.partial(pipeline.stop, "stopped by a signal", evaluates=False))
+        loop.add_signal_handler(signal.SIGTERM, functools.partial(run.stop, "stopped by a signal", evaluates=False))
         with guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, run_folder, "orchestrator")):
-            return await pipeline.run()
+            return await run.run()
     finally:
         for hub in hubs:
             hub.close()

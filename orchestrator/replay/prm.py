@@ -21,8 +21,7 @@ from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.recorded import read_recording
 from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
 from orchestrator.replay.recorded_run import RecordedRun
-from orchestrator.rules.early_stop import Audit, EarlyStop
-from orchestrator.stages.prm import EarlyStopping, PrmScoring
+from orchestrator.stages.prm import PrmScoring, early_stopping
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Generate, Message, PrmReady, Sampling, ScoredTrajectory, StepsScored, Tokens, TraceScores, TraceTokens
@@ -98,11 +97,6 @@ class _Replay:
         self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, has_prm=True)
         self._writing: str | None = None
         """The rollout that is being written, until it is complete or withdrawn."""
-        stop = config.prm.early_stop
-        rule = EarlyStop(
-            threshold=stop.threshold or 0.0, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed
-        )
-        audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
         self._ledger = Ledger(None)
         self._stage = PrmScoring(
             generated=self._channels.generated,
@@ -114,7 +108,7 @@ class _Replay:
             watch=watch,
             credits=Signal(),
             max_waiting_tokens=config.prm.max_waiting_tokens,
-            stopping=None if stop.threshold is None else EarlyStopping(rule=rule, audit=audit, engines=self),
+            stopping=early_stopping(config, engines=self),
         )
 
     async def run(self) -> list[Rescored]:

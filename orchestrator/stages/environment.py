@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.scorers import Scorers
@@ -63,6 +64,9 @@ class EnvironmentStage:
     def backpressure(self) -> str | None:
         """Name what admission has to wait for: replies, while the episodes that wait for one fill `turns`; None otherwise."""
         return f"room in {self.turns.name}" if self.num_bytes >= self.turns.bound_bytes else None
+
+    def gauges(self) -> dict[str, Any]:
+        return {"num_between": self.num_between, "num_replies": self.num_replies}
 
     def begin(self, prompt: Prompt) -> Episode:
         """Return an episode before its first turn."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.prm import Prm
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.validation.scores import steps_scored
+from pipelinerl.config import Config
 from pipelinerl.messages import (
     Cancel,
     EarlyStopDecision,
@@ -58,6 +59,16 @@ class EarlyStopping:
     rule: EarlyStop
     audit: Audit
     engines: Writers
+
+
+def early_stopping(config: Config, *, engines: Writers) -> EarlyStopping | None:
+    """Return what early stop consists of; None in a run without it."""
+    stop = config.prm.early_stop
+    if stop.threshold is None:
+        return None
+    rule = EarlyStop(threshold=stop.threshold, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed)
+    audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
+    return EarlyStopping(rule=rule, audit=audit, engines=engines)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -142,6 +153,13 @@ class PrmScoring:
     def backpressure(self) -> str | None:
         """Name what admission has to wait for: the model, while more tokens wait for it than may."""
         return "the process reward model" if self.num_waiting_tokens > self.max_waiting_tokens else None
+
+    def gauges(self) -> dict[str, Any] | None:
+        """Return the gauges of the model and of this stage; None before the model's first."""
+        if self.prm.load is None:
+            return None
+        names = ("num_waiting_tokens", *(("num_flagged", "num_stopped", "num_saved_tokens") if self.stopping is not None else ()))
+        return msgspec.structs.asdict(self.prm.load) | {name: getattr(self, name) for name in names}
 
     def take(self, request: Generate, tokens: Tokens) -> None:
         """Send the model the tokens with which an engine continues a sequence."""

@@ -29,11 +29,11 @@ import zmq
 import zmq.auth.thread
 
 from orchestrator.credit import MethodCredit
-from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.pipeline import Pipeline
+from orchestrator.parts import Dependencies
 from orchestrator.rules.curriculum import Rest
 from orchestrator.rules.validation.announcements import MAX_SLOTS
+from orchestrator.run import Run
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
@@ -406,8 +406,8 @@ def _config(*, num_engines: int, max_running: int, groups_per_step: int, steps: 
     )
 
 
-def _pipeline(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -> Pipeline:
-    return Pipeline(
+def _run_of(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -> Run:
+    return Run(
         config,
         Dependencies(
             engine_hub=hubs[0],
@@ -454,7 +454,7 @@ def _orchestrate(folder: Path, config: Config, writer: int) -> None:
     async def run() -> Meter:
         hubs = [ZmqHub(folder, role, accepts=kind) for role, kind in _ROLES]
         with contextlib.closing(Meter(folder)) as journal, contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
-            ending = await asyncio.wait_for(_pipeline(config, hubs, journal, ledger).run(), DEADLINE_S)
+            ending = await asyncio.wait_for(_run_of(config, hubs, journal, ledger).run(), DEADLINE_S)
         for hub in hubs:
             hub.close()
         assert ending.identity.trained == config.trainer.steps * config.batch.groups_per_step * GROUP_SIZE, ending.identity
@@ -589,9 +589,9 @@ def _measure_growth(writer: int, in_flight: int, num_engines: int, groups_per_st
             contextlib.closing(Ledger(None)) as ledger,
             contextlib.closing(Meter(Path(folder), enough=steps)) as journal,
         ):
-            pipeline = _pipeline(config, list(hubs.values()), journal, ledger)
-            journal.when_enough = pipeline.stop
-            await pipeline.run()
+            run = _run_of(config, list(hubs.values()), journal, ledger)
+            journal.when_enough = run.stop
+            await run.run()
         return journal
 
     journal = asyncio.run(run())

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.pipeline import Pipeline, RunResult
+from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import Credit, StepRules
+from orchestrator.run import Run, RunResult
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
@@ -210,7 +210,7 @@ class _Chaos:
     async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
         """One life of the orchestrator, which its peers outlive; None where it was killed."""
         ledger = Ledger(self.folder / "ledger.sqlite")
-        pipeline = Pipeline(
+        run = Run(
             self.settings,
             Dependencies(
                 engine_hub=self.hubs[0],
@@ -224,7 +224,7 @@ class _Chaos:
                 ledger=ledger,
             ),
         )
-        main = asyncio.create_task(pipeline.run())
+        main = asyncio.create_task(run.run())
         try:
             await asyncio.wait({main, *roles}, timeout=self._until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
             if not main.done() and not any(role.done() for role in roles):

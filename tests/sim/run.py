@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.dependencies import Dependencies
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.pipeline import Pipeline, RunResult
+from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import Credit, StepRules
 from orchestrator.rules.curriculum import Rest
 from orchestrator.rules.validation.completions import Experts
+from orchestrator.run import Run, RunResult
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
@@ -150,7 +150,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
     ledger, journal = Ledger(path, keep_groups=settings.run.record_groups), Journal(folder, "orchestrator", clock=loop.time)
     write_run(folder, settings)
     with contextlib.closing(ledger), contextlib.closing(journal):
-        pipeline = Pipeline(
+        whole = Run(
             settings,
             Dependencies(
                 engine_hub=hubs[0],
@@ -168,10 +168,10 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
             ),
         )
         if given.stop_at_s is not None:
-            loop.call_at(given.stop_at_s, functools.partial(pipeline.stop, "stopped by hand", evaluates=given.stop_evaluates))
+            loop.call_at(given.stop_at_s, functools.partial(whole.stop, "stopped by hand", evaluates=given.stop_evaluates))
         async with asyncio.timeout(given.limit_s), asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in _peers(settings, given=given, hubs=hubs, record=record)]
-            ending = await pipeline.run()
+            ending = await whole.run()
             await asyncio.sleep(10.0)
             for task in tasks:
                 task.cancel()

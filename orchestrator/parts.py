@@ -1,0 +1,231 @@
+"""The parts of a run that its stages share: its peers and what each may say, admission, and what an earlier process of the run has left.
+
+A ledger that holds an earlier process makes the run go on where that ended: see `ledger.ledger`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.data.prompt_progress import PromptProgress
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import read_snapshot
+from orchestrator.observe.function_errors import FunctionErrors
+from orchestrator.observe.progress import Progress
+from orchestrator.peers.adaptive_concurrency import adapt_concurrency
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
+from orchestrator.peers.prm import Prm
+from orchestrator.peers.scorers import Scorers
+from orchestrator.rules.admission import Admission, schedule_of
+from orchestrator.rules.batch import Credit, StepRules
+from orchestrator.rules.grouping import Grouping
+from orchestrator.rules.kv import KvPolicy
+from orchestrator.rules.quarantine import Quarantine
+from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.completions import CompletionCheck, Experts
+from orchestrator.rules.validation.scores import ScoreCheck
+from orchestrator.rules.weight_transport import choose_transport
+from orchestrator.stages.prompts import Source
+from pipelinerl.config import Config
+from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
+from pipelinerl.observe.alarms.rules import Alarms
+from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.calls import component_names
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch
+from pipelinerl.transport.base import Hub
+
+NUM_SCORERS = 1
+"""Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """Everything outside that a run depends on. The live run and the simulation differ in this alone."""
+
+    engine_hub: Hub
+    scorer_hub: Hub
+    trainer_hub: Hub
+    source: Source
+    held_out: list[Prompt]
+    stop_token_ids: tuple[int, ...] = ()
+    """The tokens that end a completion, in training and in evaluations, see `pipelinerl.data.stop_tokens`."""
+    credit: Credit
+    journal: Journal
+    ledger: Ledger
+    step_rules: StepRules | None = None
+    replace: Callable[[str], None] | None = None
+    """See `Peers`."""
+    vocabulary: int | None = None
+    """Tokens that the model knows; None where its folder does not say."""
+    experts: Experts | None = None
+    """The size of a mixture of experts whose routes travel; None where none do."""
+
+
+class Parts:
+    """The shared parts of one orchestrator process."""
+
+    def __init__(self, config: Config, given: Dependencies) -> None:
+        self.config = config
+        self.given = given
+        self.started_s = asyncio.get_running_loop().time()
+        self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
+        alarms = Alarms(correct_reward=config.algorithm.correct_reward, max_mismatch_kl=config.trainer.max_mismatch_kl)
+        self.progress = Progress(journal=given.journal, started_s=self.started_s, alarms=alarms)
+        self.function_errors = FunctionErrors(given.journal)
+        self.credits = Signal()
+        """Set whenever another group might be admitted."""
+        self.adds_greedy = given.step_rules is not None and given.step_rules.adds_greedy
+        self.num_siblings = config.rollout.group_size + self.adds_greedy
+        self.schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+        given.ledger.begin(self._settings(), now_s=self.started_s, unix_s=given.journal.clock())
+        self.past = read_snapshot(given.ledger)
+        self.prompt_progress = PromptProgress(source=given.source, config=config, ledger=given.ledger)
+        self.prompt_progress.restore(self.past.position)
+        self.quarantine = Quarantine(self.past.deaths)
+        self.kv_policy = KvPolicy(max_staleness=config.weights.kv_max_staleness, max_kl=config.weights.kv_max_kl)
+        self.admission = Admission(
+            schedule=self.schedule,
+            groups_per_step=config.batch.groups_per_step,
+            num_steps=config.trainer.steps,
+            max_running=config.max_running_rollouts,
+        )
+        self._connect()
+
+    def _connect(self) -> None:
+        config, given, ready_s = self.config, self.given, self.config.engine.ready_deadline_s
+        completions = CompletionCheck(vocabulary=given.vocabulary, experts=given.experts)
+        num_admitted = (self.schedule.max_staleness + 1) * config.batch.groups_per_step * self.num_siblings  # `rules.admission`
+        num_evaluated = len(given.held_out) * config.evaluation.samples
+        # Not `max_running`: episodes go on, and what was lost is asked for again, above it.
+        self.announcement_check = AnnouncementCheck(max_outstanding=num_admitted + num_evaluated, num_steps=config.trainer.steps)
+        self.engines = Engines(
+            self._peers(
+                given.engine_hub, "engine", config.engine.count, ready_s, silent_after_s=config.engine.silent_after_s, has_spares=True
+            ),
+            expected=config.engine.count,
+            watch=self.watch,
+            credits=self.credits,
+            completion_check=completions,
+            announcement_check=self.announcement_check,
+            newest=lambda: max(self.past.open_step, self.admission.version),
+        )
+        scorers = self._peers(
+            given.scorer_hub, "scorer", NUM_SCORERS + config.prm.is_used, ready_s, silent_after_s=config.scorer.silent_after_s
+        )
+        scorers.on(FunctionFailed, lambda _, failed: self.function_errors.take(failed))
+        self.watch.explain(lambda: self.function_errors.words() or None)
+        names = component_names([reward.function for reward in config.reward])
+        weights = {name: reward.weight for name, reward in zip(names, config.reward, strict=True)}
+        self.scorers = Scorers(
+            scorers,
+            expected=NUM_SCORERS,
+            ledger=given.ledger,
+            watch=self.watch,
+            quarantine=self.quarantine,
+            score_check=ScoreCheck(weights=weights, completion_check=completions),
+            announcement_check=self.announcement_check,
+            first_request_id=int(1e6 * given.journal.clock()),
+        )
+        self.prm = Prm(scorers) if config.prm.is_used else None
+        """The process reward model, in a run that has one."""
+        self.trainer = self._peers(
+            given.trainer_hub,
+            "trainer",
+            config.trainer.layout.replicas,
+            config.trainer.ready_deadline_s,
+            silent_after_s=config.trainer.silent_after_s,
+            failure_ends_run=True,
+        )
+        self.peers = (self.engines.peers, scorers, self.trainer)
+        if config.pipeline.adaptive_concurrency:
+            adapt_concurrency(
+                self.admission,
+                engines=self.engines,
+                num_engines=config.engine.count,
+                group_size=self.num_siblings,
+                credits=self.credits,
+                journal=given.journal,
+            )
+
+    def _peers(self, hub: Hub, role: str, expected: int, ready_deadline_s: float, **options: Any) -> Peers:
+        replace = self.given.replace
+        # Within an hour a launcher starts no more processes of one name than twice `run.restarts`, and ten.
+        max_processes = None if replace is None else 2 * self.config.run.restarts + 10
+        return Peers(
+            hub,
+            role=role,
+            expected=expected,
+            ready_deadline_s=ready_deadline_s,
+            replace=replace,
+            tell=self._report_violation,
+            max_processes=max_processes,
+            **options,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings that an independent checker of the ledger needs."""
+        config = self.config
+        return {
+            "group_size": config.rollout.group_size,
+            "has_greedy_baseline": self.adds_greedy,
+            "groups_per_step": config.batch.groups_per_step,
+            "max_row_tokens": config.batch.max_tokens,
+            "max_turns": config.environment.max_turns if config.environment.function is not None else None,
+            "max_staleness": self.schedule.max_staleness,
+            "num_steps": config.trainer.steps,
+            "has_prm": config.prm.is_used,
+            "has_group_rewards": config.compares_siblings,
+            "early_stop_threshold": config.prm.early_stop.threshold,
+            "seed": config.run.seed,
+        }
+
+    def _report_violation(self, peer: str, kind: str, words: str, count: int) -> None:
+        """Record a violation of a peer, or its consequence."""
+        self.given.journal.write("lie", peer=peer, what=kind, words=words, count=count)
+        is_verdict = kind in ("replaced", "banned", "failed")
+        print(f"{peer}: {words}" if is_verdict else f"{peer}: refused: {kind}, {count} so far: {words}", flush=True)
+
+    def refused(self) -> dict[str, int]:
+        """Return the messages that were refused, by reason and kind, from unknown senders and from peers."""
+        counts = [counter for peers in self.peers for counter in (peers.hub.refused, peers.refused)]
+        return dict(sum(counts, collections.Counter[str]()))
+
+    def layout_for(self, trainer: TrainerReady) -> LayoutFixed:
+        """Return what a trainer that starts must know to publish: the layout that the engines want, and the transport to them."""
+        weights = self.config.weights
+        machines = {engine.peer: engine.ready.machine for engine in self.engines}
+        transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in self.engines))
+        transport, reason = choose_transport(
+            weights.transport, trainer=trainer.machine, engines=machines, address=weights.address, device_transports=transports
+        )
+        self.given.journal.write("choice", text=reason)
+        print(reason, flush=True)
+        return LayoutFixed(tensors=self.engines.layout(), num_engines=self.config.engine.count, transport=transport)
+
+    def sampling(self, *, temperature: float) -> Sampling:
+        """Return how engines sample, for training or for evaluations."""
+        rollout, stop_token_ids = self.config.rollout, self.given.stop_token_ids
+        return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=stop_token_ids, stop=rollout.stop)
+
+    def grouping(self) -> Grouping:
+        """Return a collection of siblings, to which groups that were complete before do not come again."""
+        return Grouping(group_size=self.num_siblings, first_group_id=self.past.next_group_id, still_open=self.past.running_groups)
+
+    def restored(self, stage: str) -> tuple[ScoredTrajectory, ...]:
+        """Return the trajectories that were scored and not assigned before a restart, for the stage that is next to see them."""
+        past, compares = self.past, self.config.compares_siblings
+
+        def next_stage(rollout_id: str) -> str:
+            if compares and rollout_id in past.group_scored:
+                return "batching"
+            if self.prm is not None and rollout_id not in past.prm_scored:
+                return "prm"
+            return "group_rewards" if compares else "batching"
+
+        return tuple(one for one in past.scored if next_stage(one.trajectory.rollout_id) == stage)

@@ -1,0 +1,193 @@
+"""A run, from its first peer to its end: wait for the peers, train, save and evaluate the last policy, tell everyone to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from orchestrator.ledger.rollouts import Counts
+from orchestrator.observe.status import Status
+from orchestrator.parts import Dependencies, Parts
+from orchestrator.pipeline import Pipeline
+from orchestrator.stages.evaluation import Evaluation
+from pipelinerl.config import Config
+from pipelinerl.errors import PeerSilent
+from pipelinerl.messages import Stop
+from pipelinerl.observe.fold.rows import Alarm
+from pipelinerl.runtime.watch import wait_for
+
+STAGES_OF_TRAINER = ("training", "weight_sync")
+"""Stages that go on while a stopped run saves: they hear of the last steps, and bring their policies to the engines."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The result of a run: how it ended."""
+
+    reason: str
+    """The text "finished", or the reason why it was stopped before."""
+    identity: Counts
+    evaluations: tuple[tuple[int, float], ...]
+    """The pair (version, mean reward) of each evaluation."""
+    pauses_s: tuple[float, ...]
+
+
+class Run:
+    """The run of one orchestrator process. `run` returns when the last policy is published, or after `stop`."""
+
+    def __init__(self, config: Config, given: Dependencies) -> None:
+        self._config = config
+        self._journal = given.journal
+        self._ledger = given.ledger
+        self._parts = parts = Parts(config, given)
+        self._pipeline = Pipeline(parts)
+        self._stop_reason: str | None = None
+        self._stopped = asyncio.Event()
+        self._evaluates_when_stopped = False
+        self._is_training = False
+        """True while rows may be on their way to the trainer, and its messages about them on their way back."""
+        self._evaluation = Evaluation(
+            given.held_out,
+            section=config.evaluation,
+            correct_reward=config.algorithm.correct_reward,
+            engines=parts.engines,
+            scorers=parts.scorers,
+            pins=self._pipeline.weight_sync,
+            sampling=parts.sampling(temperature=config.evaluation.temperature),
+            max_turns=config.environment.max_turns if config.environment.function is not None else 1,
+            journal=given.journal,
+            ledger=given.ledger,
+            watch=parts.watch,
+            done=parts.past.evaluations,
+            on_evaluated=parts.progress.evaluated,
+        )
+        prm, environment = self._pipeline.prm, self._pipeline.environment
+        self._status = Status(
+            journal=given.journal,
+            ledger=given.ledger,
+            admission=parts.admission,
+            engines=parts.engines,
+            scorers=parts.scorers,
+            channels=self._pipeline.channels.queues,
+            refused=parts.refused,
+            watch=parts.watch,
+            progress=parts.progress,
+            num_steps=config.trainer.steps,
+            num_booked=lambda: self._pipeline.training.steps.num_booked,
+            prm=prm.gauges if prm else lambda: None,
+            environment=environment.gauges if environment else lambda: None,
+        )
+        parts.progress.on_alarm = self._hear
+
+    async def run(self) -> RunResult:
+        """Wait for the peers, run the stages to the end, evaluate, tell everyone to stop. Raises the first error of any stage or peer."""
+        async with asyncio.TaskGroup() as group:
+            service = [group.create_task(task.run()) for task in (*self._parts.peers, self._status)]
+            main = group.create_task(self._main())
+            stop = group.create_task(self._stopped.wait())
+            await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
+            if self._is_training:  # it has heard of the stop; each of its waits has a deadline
+                await asyncio.wait((main,))
+            main.cancel()
+            stop.cancel()
+            for peers in self._parts.peers:
+                peers.dismiss(Stop(reason=self._reason))
+            for task in service:
+                task.cancel()
+        return self._end()
+
+    def stop(self, reason: str, *, evaluates: bool = True) -> None:
+        """End the run early. The trainer saves and publishes its policy, which is recorded, and, with `evaluates`, evaluated."""
+        self._stop_reason = reason
+        self._evaluates_when_stopped = evaluates
+        self._stopped.set()
+
+    def _hear(self, alarm: Alarm) -> None:
+        """End and save the run at an alarm of learning, where the settings say so."""
+        if alarm.name in self._config.run.fatal_alarms:
+            self.stop(f"alarm: {alarm}")
+
+    async def _main(self) -> None:
+        await self._wait_for_peers()
+        past, version = self._parts.past, self._pipeline.training.session.version
+        self._parts.admission.restore(accepted=past.num_assigned_groups, running=len(past.running_groups), version=version)
+        async with asyncio.TaskGroup() as group:
+            watchdog = group.create_task(self._parts.watch.run(), name="watchdog")
+            last_version = await self._train(version)
+            if last_version is not None:
+                await self._evaluation.evaluate(last_version)
+            watchdog.cancel()
+
+    async def _wait_for_peers(self) -> None:
+        parts, engine, trainer = self._parts, self._config.engine, self._config.trainer
+        session = self._pipeline.training.session
+        for peers, peer, what, deadline_s in (
+            (parts.engines, "engines", "to load the model", engine.ready_deadline_s),
+            (parts.scorers, "scorers", "to load the rewards", engine.ready_deadline_s),
+            (parts.prm, "the process reward model", "to load", engine.ready_deadline_s),
+            (session, "trainer", "to load the model", trainer.ready_deadline_s),
+        ):
+            if peers is not None:
+                with parts.watch.waiting("start-up", f"{peer} {what}"):
+                    await wait_for(peers.wait_until_ready(), peer=peer, what=what, deadline_s=deadline_s)
+
+    async def _train(self, version: int) -> int | None:
+        """Run the stages until the last step is trained, or until stopped; return the version to evaluate at the end, None for none."""
+        if not version:
+            await self._evaluation.evaluate(0)
+        self._is_training = True
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._pipeline.stages]
+            tasks.append(group.create_task(self._evaluation.follow(self._parts.engines.oldest_version), name="evaluation"))
+            finished = group.create_task(self._pipeline.training.finished.wait())
+            stopped = group.create_task(self._stopped.wait())
+            await asyncio.wait((finished, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if finished.done():
+                self._is_training = False  # there is nothing left to save: a stop from now on ends at once
+                last_version: int | None = self._config.trainer.steps
+                await self._in_force(self._config.trainer.steps)
+            else:
+                for task in tasks:
+                    if task.get_name() not in STAGES_OF_TRAINER:
+                        task.cancel()
+                last_version = await self._end_training()
+            for task in (*tasks, finished, stopped):
+                task.cancel()
+        return last_version
+
+    async def _end_training(self) -> int | None:
+        """Have the trainer save and publish its policy, and record that; return the version to evaluate, None for none."""
+        training, watch, deadline_s = self._pipeline.training, self._parts.watch, self._config.trainer.silent_after_s
+        self._journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
+        try:
+            with watch.waiting("pipeline", "the trainer to save what it has trained"):
+                if not training.session.end_training(self._reason):
+                    return None  # it is gone, and nobody starts it again: what its newest checkpoint holds is what there is
+                await wait_for(training.session.ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
+            if not self._evaluates_when_stopped or not training.last_version:
+                return None
+            await wait_for(self._in_force(training.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)
+        except PeerSilent as error:
+            self._journal.write("choice", text=f"the run ends without its last evaluation: {error}")
+            return None
+        return training.last_version
+
+    async def _in_force(self, version: int) -> None:
+        """Wait until every engine samples under the last policy, which the final evaluation is about."""
+        engines = self._parts.engines
+        with self._parts.watch.waiting("pipeline", "engines to commit the last policy"):
+            while not engines.all_hold(version):
+                await engines.changed.wait()
+
+    def _end(self) -> RunResult:
+        now_s, reason = asyncio.get_running_loop().time(), self._reason
+        identity = self._ledger.finish(reason, now_s=now_s)
+        self._journal.write("status", **self._status.gauges(now_s=now_s))
+        self._parts.function_errors.finish()
+        self._journal.write("end", reason=reason, identity=dataclasses.asdict(identity), elapsed_s=now_s - self._parts.started_s)
+        evaluations, pauses_s = tuple(self._evaluation.results), tuple(self._parts.progress.pauses_s)
+        return RunResult(reason=reason, identity=identity, evaluations=evaluations, pauses_s=pauses_s)
+
+    @property
+    def _reason(self) -> str:
+        return self._stop_reason or "finished"
