@@ -11,7 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Protocol
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.engines import Engine, Engines
@@ -28,6 +28,30 @@ MAX_REFUSED = 3
 """Impossible answers to a rollout before it fails. 1 would fail it for its engine's fault; a larger value lets it be repeated for long."""
 
 
+class Attempts(Protocol):
+    """The attempts of rollouts, which the generation stage makes."""
+
+    def ask(self, rollout: Rollout, engine_id: int) -> None:
+        """Ask an engine for an attempt, or for an episode's next turn."""
+        ...
+
+    def request(self, rollout: Rollout) -> Generate:
+        """Return the request that is sent for an attempt."""
+        ...
+
+    def take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        """Take an engine's answer to an attempt."""
+        ...
+
+    def finish(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        """End a rollout with its last answer."""
+        ...
+
+    def full(self) -> str | None:
+        """Name the queue that has to get shorter before anything more is asked of engines."""
+        ...
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Reissue:
     """The rollouts that engines have, and those that wait to be issued again."""
@@ -37,18 +61,7 @@ class Reissue:
     ledger: Ledger
     credits: Signal
     watch: Watch
-    stage: str
-    """The name of the stage whose waits these are."""
-    ask: Callable[[Rollout, int], None]
-    """The callback asks an engine for an attempt, or for an episode's next turn."""
-    request: Callable[[Rollout], Generate]
-    """The callback makes the request that was sent for an attempt."""
-    take: Callable[[Rollout, Completion, int], None]
-    """The callback takes an engine's answer to an attempt."""
-    fail: Callable[[Rollout, Completion], None]
-    """The callback ends a rollout that is not issued again."""
-    full: Callable[[], str | None]
-    """The callback names the queue that has to get shorter before anything more is asked of engines."""
+    attempts: Attempts
     _waiting: dict[int, list[Rollout]] = dataclasses.field(default_factory=dict)
     """The attempts to issue in place of lost ones, and the turns that no engine may continue yet, by group."""
     _running: dict[int, dict[str, int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
@@ -68,10 +81,10 @@ class Reissue:
         """Issue waiting rollouts as engines may take them."""
         while True:
             for group_id in list(self._waiting):
-                if self.full() is None:
+                if self.attempts.full() is None:
                     self._try_again(group_id)
             if self._waiting:
-                with self.watch.waiting(self.stage, self.full() or "an engine that may go on with what another one has begun"):
+                with self.watch.waiting("generation", self.attempts.full() or "an engine that may go on with what another one has begun"):
                     await self.credits.wait()
             else:
                 await self.credits.wait()
@@ -136,7 +149,7 @@ class Reissue:
         failed = rollouts if self.is_quarantined(rollouts[0]) else [one for one in rollouts if len(one.refused_by) >= MAX_REFUSED]
         for rollout in failed:
             answer = _not_sampled(rollout, is_quarantined=self.is_quarantined(rollout))
-            self.fail(rollout.said(answer), answer)
+            self.attempts.finish(rollout.said(answer), answer, -1)
         ended = {rollout.rollout_id for rollout in failed}
         rollouts = self._waiting[group_id] = [rollout for rollout in rollouts if rollout.rollout_id not in ended]
         if not rollouts:
@@ -153,7 +166,7 @@ class Reissue:
             return
         del self._waiting[group_id]
         for rollout in rollouts:
-            self.ask(rollout, engine_id)
+            self.attempts.ask(rollout, engine_id)
 
     def _on_joined(self, engine: Engine) -> None:
         """Await the answers to attempts that the engine still has and that would otherwise be issued again; it drops everything else it
@@ -179,9 +192,9 @@ class Reissue:
             self.ledger.reattach(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine.engine_id, now_s=_now_s())
             self.enter(rollout, engine.engine_id)
         self.engines.requests.reattach(
-            [(self.request(rollout), rollout.version) for rollout in reattached.values()],
+            [(self.attempts.request(rollout), rollout.version) for rollout in reattached.values()],
             engine.engine_id,
-            sink=lambda name: functools.partial(self.take, reattached[name]),
+            sink=lambda name: functools.partial(self.attempts.take, reattached[name]),
             lost=lambda name: functools.partial(self.lose, reattached[name]),
             refused=lambda name: functools.partial(self.refuse, reattached[name]),
         )

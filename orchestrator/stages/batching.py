@@ -87,11 +87,9 @@ class Batching:
             await self._close_step(step, *self.cut.close())
 
     async def _take(self, scored: ScoredTrajectory) -> None:
-        group = self.grouping.add(scored)
-        if group is not None:
-            await self._settle(self.cut.take(group))
-
-    async def _settle(self, verdict: Verdict) -> None:
+        if (group := self.grouping.add(scored)) is None:
+            return
+        verdict = self.cut.take(group)
         now = asyncio.get_running_loop().time()
         with self.ledger.transaction():
             self._book(verdict, now_s=now)

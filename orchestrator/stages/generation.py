@@ -74,12 +74,7 @@ class Generation:
             ledger=self.ledger,
             credits=self.credits,
             watch=self.watch,
-            stage=self.name,
-            ask=self._ask,
-            request=self._request,
-            take=self._take,
-            fail=functools.partial(self._finish, engine_id=-1),
-            full=self._full,
+            attempts=self,
         )
         for group in self.interrupted:
             for one in group.rollouts:
@@ -119,7 +114,7 @@ class Generation:
         if version is None:
             return NO_ENGINE
         return (
-            self._full()
+            self.full()
             or self.backpressure()
             or self.admission.holds_back(
                 version=version,
@@ -128,7 +123,7 @@ class Generation:
             )
         )
 
-    def _full(self) -> str | None:
+    def full(self) -> str | None:
         """Name the queue that has to get shorter before anything more is asked of engines."""
         if self.completions.is_full:
             return f"room in {self.completions.name}"
@@ -141,7 +136,7 @@ class Generation:
         names = self.ledger.admit(group_id, drawn.prompt, group_size=group_size, position=drawn.position, now_s=_now_s())
         version = self.engines[engine_id].version
         for sibling, name in enumerate(names):
-            self._ask(self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version), engine_id)
+            self.ask(self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version), engine_id)
 
     def _begin(self, group_id: int, prompt: Prompt, rollout_id: str, *, sibling: int, version: int) -> Rollout:
         return Rollout(
@@ -158,24 +153,24 @@ class Generation:
 
     # --- one attempt ---
 
-    def _ask(self, rollout: Rollout, engine_id: int) -> None:
+    def ask(self, rollout: Rollout, engine_id: int) -> None:
         if rollout.is_new:
             version = self.engines[engine_id].version
             self.ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
         self._reissue.enter(rollout, engine_id)
         self.engines.requests.ask(
-            self._request(rollout),
+            self.request(rollout),
             engine_id,
-            sink=lambda completion, engine_id: self._take(rollout, completion, engine_id),
+            sink=lambda completion, engine_id: self.take(rollout, completion, engine_id),
             lost=lambda engine_id: self._reissue.lose(rollout, engine_id),
             refused=lambda engine_id, violation: self._reissue.refuse(rollout, engine_id, violation),
         )
 
-    def _request(self, rollout: Rollout) -> Generate:
+    def request(self, rollout: Rollout) -> Generate:
         sampling = msgspec.structs.replace(self.sampling, temperature=0.0) if rollout.is_greedy else self.sampling
         return rollout.request(sampling, chunk_tokens=self.chunk_tokens)
 
-    def _take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+    def take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         rollout = rollout.said(completion)
         if self.environment is None or rollout.episode is None or rollout.episode.is_over:
             self._end(rollout, completion, engine_id)
@@ -191,7 +186,7 @@ class Generation:
         if episode.is_over:
             self._end(rollout, completion, engine_id)
         elif self.engines.takes_work(engine_id) and reissue.may_take(engine_id, rollout) and not reissue.is_quarantined(rollout):
-            self._ask(rollout, engine_id)
+            self.ask(rollout, engine_id)
         else:
             reissue.leave(rollout)
             reissue.put(rollout)
@@ -199,16 +194,16 @@ class Generation:
 
     def _end(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         self._reissue.end(rollout, engine_id)
-        self._finish(rollout, completion, engine_id)
+        self.finish(rollout, completion, engine_id)
 
     # --- towards scoring ---
 
-    def _finish(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+    def finish(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         """Record an answer and pass it on: it must be in the ledger before anything that it makes room for."""
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self.ledger.record_completion(trajectory, now_s=now_s)
-        self.completions.put_now(trajectory)  # bounded: `_full` holds back requests, and each trajectory answers one
+        self.completions.put_now(trajectory)  # bounded: `full` holds back requests, and each trajectory answers one
 
     async def _collect(self) -> None:
         async for trajectory in self.completions:

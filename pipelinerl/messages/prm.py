@@ -1,6 +1,8 @@
-"""Messages between the orchestrator and process reward models, sent while completions are being written."""
+"""Messages between the orchestrator and process reward models, sent while completions are being written, and what follows from them."""
 
 from __future__ import annotations
+
+import math
 
 from pipelinerl.messages.base import Float32, Id, Int32, Message, Outcome, Text, check_lengths
 
@@ -69,3 +71,43 @@ class StepsScored(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_lengths(self, "ends", "scores")
+
+
+class TraceScores(Message, frozen=True):
+    """The step scores that a process reward model gave a trajectory. Legend: `K` steps."""
+
+    ends: Int32
+    """[K] int32, position of each step's last token among the tokens after the prompt; the positions rise."""
+    scores: Float32
+    """[K] float32, finite."""
+    version: Id
+    """Version of the process reward model."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "ends", "scores")
+
+
+class EarlyStopDecision(Message, frozen=True):
+    """The decision about a rollout that a process reward model found hopeless while it was being written: a random draw says whether it
+    goes on.
+    """
+
+    step: int
+    """Index of the step whose score flagged the rollout."""
+    predicted: float
+    """That step's score: the expected reward of the rollout, known before the draw."""
+    probability: float
+    """Probability of going on; above 0."""
+    stops: bool
+    """True where the draw ended the rollout."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.probability <= 1.0 or not math.isfinite(self.predicted):
+            raise ValueError(
+                f"EarlyStopDecision: probability {self.probability}, predicted {self.predicted}; expected one in (0, 1], and finite"
+            )
+
+    @property
+    def weight(self) -> float:
+        """Weight of the rollout in every sum: 0 where it stops, else 1 / probability, so that its mean over the random draw is 1."""
+        return 0.0 if self.stops else 1.0 / self.probability

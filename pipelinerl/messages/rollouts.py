@@ -10,6 +10,7 @@ import numpy as np
 
 from pipelinerl.messages.base import Figures, Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
 from pipelinerl.messages.engine import Finish, Recomputed, Routes
+from pipelinerl.messages.prm import EarlyStopDecision, TraceScores
 from pipelinerl.messages.scorer import Turns
 
 UNSAMPLED = -1
@@ -91,46 +92,6 @@ class Trajectory(Message, frozen=True):
         """Version of the oldest sampled token; None where nothing was sampled."""
         sampled = self.versions[self.loss_mask]
         return int(sampled.min()) if len(sampled) else None
-
-
-class TraceScores(Message, frozen=True):
-    """The step scores that a process reward model gave a trajectory. Legend: `K` steps."""
-
-    ends: Int32
-    """[K] int32, position of each step's last token among the tokens after the prompt; the positions rise."""
-    scores: Float32
-    """[K] float32, finite."""
-    version: Id
-    """Version of the process reward model."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self, "ends", "scores")
-
-
-class EarlyStopDecision(Message, frozen=True):
-    """The decision about a rollout that a process reward model found hopeless while it was being written: a random draw says whether it
-    goes on.
-    """
-
-    step: int
-    """Index of the step whose score flagged the rollout."""
-    predicted: float
-    """That step's score: the expected reward of the rollout, known before the draw."""
-    probability: float
-    """Probability of going on; above 0."""
-    stops: bool
-    """True where the draw ended the rollout."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.probability <= 1.0 or not math.isfinite(self.predicted):
-            raise ValueError(
-                f"EarlyStopDecision: probability {self.probability}, predicted {self.predicted}; expected one in (0, 1], and finite"
-            )
-
-    @property
-    def weight(self) -> float:
-        """Weight of the rollout in every sum: 0 where it stops, else 1 / probability, so that its mean over the random draw is 1."""
-        return 0.0 if self.stops else 1.0 / self.probability
 
 
 class Score(Message, frozen=True):
