@@ -9,7 +9,7 @@ import os
 import signal
 from pathlib import Path
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.data.sources import prompts_of
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
@@ -60,7 +60,7 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
             print(sentence, flush=True)
         method = method_of(config)
         now_s = asyncio.get_running_loop().time
-        credit = MethodCredit(
+        advantages = MethodAdvantages(
             method,
             config.reward,
             correct_reward=config.algorithm.correct_reward,
@@ -76,8 +76,8 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
                 source=source,
                 held_out=held_out,
                 stop_token_ids=stop_tokens.ids,
-                credit=credit,
-                step_rules=credit.step_rules(),
+                group_advantages=advantages,
+                step_rules=advantages.step_rules(),
                 journal=journal,
                 ledger=ledger,
                 replace=functools.partial(ask_to_replace, run_folder),

@@ -22,7 +22,7 @@ from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.admission import Admission, schedule_of
-from orchestrator.rules.batch import Credit, StepRules
+from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
@@ -55,7 +55,7 @@ class Dependencies:
     held_out: list[Prompt]
     stop_token_ids: tuple[int, ...] = ()
     """The tokens that end a completion, in training and in evaluations, see `pipelinerl.data.stop_tokens`."""
-    credit: Credit
+    group_advantages: GroupAdvantages
     journal: Journal
     ledger: Ledger
     step_rules: StepRules | None = None

@@ -128,7 +128,7 @@ class Pipeline:
                 groups_per_step=config.batch.groups_per_step,
                 max_staleness=parts.schedule.max_staleness,
                 min_group_size=config.batch.min_group_size,
-                credit=given.credit,
+                group_advantages=given.group_advantages,
                 rules=given.step_rules,
                 first_step=past.open_step,
             ),

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.data.sources import PromptSource
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config, DataSection
@@ -336,8 +336,8 @@ def train(folder: Path) -> None:
         trainer={"steps": 2},
         weights={"transport": "shared_memory"},
     )
-    credit = MethodCredit(method_of(settings), settings.reward)
-    ended = run.run(settings, folder=folder, cast=cast(folder), credit=credit, source=source(folder))
+    credit = MethodAdvantages(method_of(settings), settings.reward)
+    ended = run.run(settings, folder=folder, cast=cast(folder), group_advantages=credit, source=source(folder))
     assert ended.ending.reason == "finished"
 
 

@@ -126,7 +126,7 @@ class Progress:
     def _fields(self, done: StepDone, step: _Step, *, now_s: float) -> dict[str, object]:
         trajectories = [sample.trajectory for sample, _ in step.samples]
         rewards = np.array([sample.reward for sample, _ in step.samples] or [0.0])
-        weights = np.array([sample.weight for sample, _ in step.samples] or [1.0])  # flagged survivors stand for the stopped, too
+        weights = np.array([sample.weight for sample, _ in step.samples] or [1.0])  # flagged ones that went on stand for the stopped
         turns = [float(len(trajectory.turns.starts)) for trajectory in trajectories if trajectory.turns is not None]
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
         parts = split([trajectory.versions for trajectory in trajectories], trained_version=done.step)

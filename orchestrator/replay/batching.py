@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.channels import Channels, make_channels
-from orchestrator.credit import MethodCredit
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.observe.progress import Progress
 from orchestrator.replay.differences import compare_batches
@@ -67,7 +67,7 @@ async def replay_batching(
 
 def _stage(config: Config, groups: list[RecordedGroup], *, channels: Channels, ledger: Ledger, journal: Journal) -> Batching:
     schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
-    credit = MethodCredit(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
+    advantages = MethodAdvantages(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
     batch = config.batch
     return Batching(
         scored=channels.scored,
@@ -78,8 +78,8 @@ def _stage(config: Config, groups: list[RecordedGroup], *, channels: Channels, l
             groups_per_step=batch.groups_per_step,
             max_staleness=schedule.max_staleness,
             min_group_size=batch.min_group_size,
-            credit=credit,
-            rules=credit.step_rules(),
+            group_advantages=advantages,
+            rules=advantages.step_rules(),
             first_step=groups[0].step if groups else 0,
         ),
         packing=Packing(max_tokens=batch.max_tokens, num_replicas=config.trainer.layout.replicas),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.data.sources import longest_prompt
 from orchestrator.rescore.completions import (
     RescoredRow,
@@ -180,7 +180,7 @@ class Rescoring:
             have = f"{len(survivors)} of {len(members)} siblings have a reward"
             print(f"-- {self._method.name}: the group would fail, because {have}, and {least} are needed")
             return
-        credit = MethodCredit(self._method, self._config.reward, correct_reward=self._config.algorithm.correct_reward)
+        credit = MethodAdvantages(self._method, self._config.reward, correct_reward=self._config.algorithm.correct_reward)
         in_trainer = makes_advantages_in_trainer(self._method)
         name = f"{self._method.name} over {len(survivors)} of {len(members)} siblings"
         self._print(print_advantages(credit(survivors), survivors, method=name, in_trainer=in_trainer))

@@ -6,11 +6,11 @@ step trains the version of its own number, so a group assigned to step s has sta
 A group is assigned or dropped whole: removing a single row would change its siblings' baseline. Groups that the method filters out are
 replaced by others, up to a budget per step. After that, the step is filled with whatever arrives, so that no reward can starve the trainer.
 
-Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started. They count as survivors where a group needs
-some, in its age, in its baseline (with their predicted reward) and among the step's samples, which sums are divided by. They train nothing
-and end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. If another group replaced
-it, or if survivors were required besides the stopped ones, the coins would choose which prompts train, and the weights 1/epsilon could not
-correct for that.
+Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started. They count where a group needs so many siblings,
+in its age, in its baseline (with their predicted reward) and among the step's samples, which sums are divided by. They train nothing and
+end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. If another group replaced it, or
+if others were required besides the stopped ones, the coins would choose which prompts train, and the weights 1/epsilon could not correct
+for that.
 
 A greedy sibling exists for its reward, which is the baseline of the others. It is never a sample, whatever becomes of the group, and ends
 as filtered. Its age does not matter, since any number that does not depend on what its siblings sampled is a baseline without bias. Where
@@ -42,13 +42,13 @@ GREEDY_BASELINE = "greedy baseline"
 
 _NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
 
-Survivors = tuple[ScoredTrajectory, ...]
+Siblings = tuple[ScoredTrajectory, ...]
 """The siblings of a group that did not fail: each has a reward, or was stopped early. A greedy sibling is among them, as the last."""
-Credit = Callable[[Survivors], list[Float32] | Filtered]
-"""The method's advantage rule for one group: one [L] column for each survivor but the greedy one. Columns of stopped siblings are not
+GroupAdvantages = Callable[[Siblings], list[Float32] | Filtered]
+"""The method's advantage rule for one group: one [L] column for each sibling but the greedy one. Columns of stopped siblings are not
 read.
 """
-StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
+StepAdvantages = Callable[[Sequence[Siblings]], list[list[Float32]]]
 """The method's advantage rule for all groups of a step at once, in the order in which they were assigned."""
 
 
@@ -56,7 +56,7 @@ StepCredit = Callable[[Sequence[Survivors]], list[list[Float32]]]
 class StepRules:
     """The rules that a method adds to the batch cut, beyond the advantages of one group."""
 
-    step_credit: StepCredit | None = None
+    step_advantages: StepAdvantages | None = None
     """The rule for the final advantages of a whole step. Samples are then held until the step is complete; None lets each group go at
     once.
     """
@@ -118,7 +118,7 @@ class BatchCut:
         groups_per_step: int,
         max_staleness: int,
         min_group_size: int,
-        credit: Credit,
+        group_advantages: GroupAdvantages,
         rules: StepRules | None = None,
         first_step: int = 0,
     ) -> None:
@@ -131,52 +131,52 @@ class BatchCut:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._min_group_size = min_group_size
-        self._credit = credit
+        self._group_advantages = group_advantages
         self._rules = rules or StepRules()
-        self._held: list[Survivors] = []
+        self._held: list[Siblings] = []
         """Assigned groups that wait for the rule over the whole step."""
         self._num_tokens = 0
         self._num_samples = 0
 
-    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Survivors], num_stopped: int = 0) -> None:
+    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Siblings], num_stopped: int = 0) -> None:
         """Take over what an earlier process of the run has assigned to the step being filled; `groups` have not been delivered.
 
         `num_stopped` rollouts of its groups were stopped early.
         """
         self.num_groups = num_groups
-        if self._rules.step_credit is not None and not self.is_full:
+        if self._rules.step_advantages is not None and not self.is_full:
             self._held = list(groups)
         self._num_samples = len(samples) + num_stopped
         self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
 
     def take(self, group: Group) -> Verdict:
         """Assign a group to the step being filled, or drop it."""
-        survivors = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
+        siblings = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
         ended = [_failed(member) for member in group.members if member.score.outcome not in _NO_FAILURE]
-        if len(sampled_of(survivors)) < min(self._min_group_size, len(sampled_of(group.members))):
-            return self._drop(group, ended, survivors, TerminalStatus.FAILED, f"fewer than {self._min_group_size} siblings scored")
-        if self._rules.adds_greedy and greedy_of(survivors) is None:
-            return self._drop(group, ended, survivors, TerminalStatus.FAILED, "its greedy sibling has no reward")
-        if self._is_stale(survivors):
-            return self._drop(group, ended, survivors, TerminalStatus.STALE, f"oldest token over {self._max_staleness} versions old")
-        credit = self._credit(survivors)
-        if not isinstance(credit, Filtered):
-            return self._assign(group, ended, survivors, credit)
+        if len(sampled_of(siblings)) < min(self._min_group_size, len(sampled_of(group.members))):
+            return self._drop(group, ended, siblings, TerminalStatus.FAILED, f"fewer than {self._min_group_size} siblings scored")
+        if self._rules.adds_greedy and greedy_of(siblings) is None:
+            return self._drop(group, ended, siblings, TerminalStatus.FAILED, "its greedy sibling has no reward")
+        if self._is_stale(siblings):
+            return self._drop(group, ended, siblings, TerminalStatus.STALE, f"oldest token over {self._max_staleness} versions old")
+        advantages = self._group_advantages(siblings)
+        if not isinstance(advantages, Filtered):
+            return self._assign(group, ended, siblings, advantages)
         if self.num_filtered < self._rules.refill_batches * self._groups_per_step:
             self.num_filtered += 1
-            verdict = self._drop(group, ended, survivors, TerminalStatus.FILTERED, credit.reason)
+            verdict = self._drop(group, ended, siblings, TerminalStatus.FILTERED, advantages.reason)
             return dataclasses.replace(verdict, is_filtered=True)
-        return dataclasses.replace(self._assign(group, ended, survivors, credit.advantages), is_let_through=True)
+        return dataclasses.replace(self._assign(group, ended, siblings, advantages.advantages), is_let_through=True)
 
-    def _assign(self, group: Group, ended: list[Ended], survivors: Survivors, advantages: list[Float32]) -> Verdict:
+    def _assign(self, group: Group, ended: list[Ended], siblings: Siblings, advantages: list[Float32]) -> Verdict:
         step = self.step
-        samples = _samples(survivors, advantages)
-        untrained = [_untrained(member, step=step) for member in survivors if _never_trains(member)]
+        samples = _samples(siblings, advantages)
+        untrained = [_untrained(member, step=step) for member in siblings if _never_trains(member)]
         self.num_groups += 1
-        self._num_samples += len(sampled_of(survivors))
+        self._num_samples += len(sampled_of(siblings))
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
         closes = self.is_full
-        delivered = self._to_deliver(survivors, samples, closes=closes)
+        delivered = self._to_deliver(siblings, samples, closes=closes)
         num_tokens, num_samples = self.close() if closes else (0, 0)
         return Verdict(
             group=group,
@@ -206,22 +206,22 @@ class BatchCut:
         self.step, self.num_groups, self.num_filtered, self._num_tokens, self._num_samples = self.step + 1, 0, 0, 0, 0
         return counts
 
-    def _to_deliver(self, survivors: Survivors, samples: tuple[Sample, ...], *, closes: bool) -> tuple[Sample, ...]:
-        if self._rules.step_credit is None:
+    def _to_deliver(self, siblings: Siblings, samples: tuple[Sample, ...], *, closes: bool) -> tuple[Sample, ...]:
+        if self._rules.step_advantages is None:
             return samples
-        self._held.append(survivors)
+        self._held.append(siblings)
         if not closes:
             return ()
         held, self._held = self._held, []
-        columns = self._rules.step_credit(held)
+        columns = self._rules.step_advantages(held)
         return tuple(sample for pair in zip(held, columns, strict=True) for sample in _samples(*pair))
 
-    def _drop(self, group: Group, ended: list[Ended], survivors: Survivors, status: TerminalStatus, reason: str) -> Verdict:
-        lost = [_untrained(member) if _never_trains(member) else Ended(scored=member, status=status, reason=reason) for member in survivors]
+    def _drop(self, group: Group, ended: list[Ended], siblings: Siblings, status: TerminalStatus, reason: str) -> Verdict:
+        lost = [_untrained(member) if _never_trains(member) else Ended(scored=member, status=status, reason=reason) for member in siblings]
         return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_assigned=False)
 
-    def _is_stale(self, survivors: Survivors) -> bool:
-        found = [measure(member.trajectory.versions, trained_version=self.step) for member in sampled_of(survivors)]
+    def _is_stale(self, siblings: Siblings) -> bool:
+        found = [measure(member.trajectory.versions, trained_version=self.step) for member in sampled_of(siblings)]
         ages = [age for age in found if age is not None]
         if not ages:
             return False
@@ -230,18 +230,18 @@ class BatchCut:
         return min(age.newest for age in ages) > min(self._rules.withhold, self._max_staleness)
 
 
-def sampled_of(members: Survivors) -> Survivors:
+def sampled_of(members: Siblings) -> Siblings:
     """Return all members but the greedy sibling."""
     return tuple(member for member in members if not member.trajectory.is_greedy)
 
 
-def greedy_of(members: Survivors) -> ScoredTrajectory | None:
+def greedy_of(members: Siblings) -> ScoredTrajectory | None:
     """Return the greedy sibling; None where there is none."""
     return next((member for member in members if member.trajectory.is_greedy), None)
 
 
-def _samples(survivors: Survivors, advantages: list[Float32]) -> tuple[Sample, ...]:
-    pairs = zip(sampled_of(survivors), advantages, strict=True)
+def _samples(siblings: Siblings, advantages: list[Float32]) -> tuple[Sample, ...]:
+    pairs = zip(sampled_of(siblings), advantages, strict=True)
     return tuple(_sample(member, column) for member, column in pairs if member.score.outcome is not Outcome.STOPPED)
 
 

@@ -6,13 +6,13 @@ is unbiased:
 
 1. the flag depends on the prefix alone, never on what follows (`decide` is given nothing else);
 2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
-3. baselines leave the rollout itself out, and sums are divided by rollouts started, not by survivors (`algorithms.advantage.early_stop`).
+3. baselines leave the rollout itself out, and sums are divided by all rollouts that were started (`algorithms.advantage.early_stop`).
 
 A flag that arrives once the rollout is complete does not count: nothing would be saved. Whether it arrives in time depends on neither the
 coin nor the weight.
 
-The price is variance: (1/p - 1) * P(flag) * E[g^2 | flag]. The flagged survivors show what stopping costs: `Audit` estimates from them how
-many flagged rollouts would have been right, and tells when that is too many to go on stopping.
+The price is variance: (1/p - 1) * P(flag) * E[g^2 | flag]. The flagged rollouts that go on show what stopping costs: `Audit` estimates
+from them how many flagged rollouts would have been right, and tells when that is too many to go on stopping.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 from pipelinerl.messages import EarlyStopDecision
 
-AUDIT_SURVIVORS = 20
-"""The audit gives no verdict about fewer flagged survivors than this. A smaller value would end the stopping by chance."""
+MIN_CONTINUED = 20
+"""The audit gives no verdict about fewer flagged rollouts that went on than this. A smaller value would end the stopping by chance."""
 _Z = 1.96
 """The normal quantile of the 95 % interval that the audit uses."""
 
@@ -67,24 +67,24 @@ class Audit:
     """Stopping ends where more than this part of flagged rollouts would surely have been right."""
     correct_reward: float
     """A rollout with at least this reward was right."""
-    num_survivors: int = 0
+    num_continued: int = 0
     num_right: int = 0
 
     def saw(self, *, reward: float) -> None:
         """Note the reward of a flagged rollout that went on."""
-        self.num_survivors += 1
+        self.num_continued += 1
         self.num_right += reward >= self.correct_reward
 
     @property
     def right_fraction(self) -> float | None:
-        """The estimate of P(right | flagged); None before the first flagged survivor."""
-        return self.num_right / self.num_survivors if self.num_survivors else None
+        """The estimate of P(right | flagged); None before the first flagged rollout that went on."""
+        return self.num_right / self.num_continued if self.num_continued else None
 
     @property
     def allows_stopping(self) -> bool:
         """True unless the lower end of the 95 % interval (Wilson) of `right_fraction` is above the limit."""
-        n = self.num_survivors
-        if n < AUDIT_SURVIVORS:
+        n = self.num_continued
+        if n < MIN_CONTINUED:
             return True
         p, z2 = self.num_right / n, _Z * _Z
         lower = (p + z2 / (2 * n) - _Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)

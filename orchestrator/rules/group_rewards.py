@@ -26,12 +26,12 @@ class Plan:
 
 def plan_comparison(group: Group, *, min_group_size: int) -> Plan:
     """Split a group, all of whose members have an outcome, into those to compare and the others."""
-    survivors = tuple(member for member in group.members if member.score.outcome is Outcome.OK)
+    siblings = tuple(member for member in group.members if member.score.outcome is Outcome.OK)
     failed = tuple(member for member in group.members if member.score.outcome is not Outcome.OK)
-    if len(survivors) >= max(2, min_group_size):
-        return Plan(done=failed, compared=survivors)
-    error = f"{len(survivors)} of {len(group.members)} siblings have a score; a comparison needs {max(2, min_group_size)}"
-    return Plan(done=(*failed, *(_fail(member, Outcome.INVALID, error) for member in survivors)), compared=())
+    if len(siblings) >= max(2, min_group_size):
+        return Plan(done=failed, compared=siblings)
+    error = f"{len(siblings)} of {len(group.members)} siblings have a score; a comparison needs {max(2, min_group_size)}"
+    return Plan(done=(*failed, *(_fail(member, Outcome.INVALID, error) for member in siblings)), compared=())
 
 
 def join_comparison(compared: tuple[ScoredTrajectory, ...], result: Result) -> tuple[ScoredTrajectory, ...]:

@@ -136,7 +136,7 @@ class PrmScoring:
     num_flagged: int = 0
     num_stopped: int = 0
     num_saved_tokens: float = 0.0
-    """Estimate of the tokens that stopped rollouts would have gone on for: flagged survivors are a fair sample of them."""
+    """Estimate of the tokens that stopped rollouts would have gone on for: flagged rollouts that go on are a fair sample of them."""
     num_fenced: int = 0
     _traces: dict[str, _Trace] = dataclasses.field(default_factory=dict)
 

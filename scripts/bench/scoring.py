@@ -80,10 +80,10 @@ def measure(
     )
     lags: list[float] = []
 
-    def credit(survivors: tuple[ScoredTrajectory, ...]) -> Any:
+    def credit(siblings: tuple[ScoredTrajectory, ...]) -> Any:
         now = asyncio.get_running_loop().time()
-        lags.extend(now - member.trajectory.finished_at for member in survivors)
-        return mean_baseline(survivors)
+        lags.extend(now - member.trajectory.finished_at for member in siblings)
+        return mean_baseline(siblings)
 
     engine = functools.partial(_engine_that_holds, latency_s=latency_s) if is_inline else peers.engine
     scorer = functools.partial(_scorer, latency_s=0.0 if is_inline else latency_s, calls_at_once=calls_at_once)
@@ -93,7 +93,7 @@ def measure(
             folder=Path(folder),
             world=peers.World(step_s=STEP_S, token_s=1e-7, mean_tokens=MEAN_TOKENS),
             cast=Cast(engine=engine, scorer=scorer),
-            credit=credit,
+            group_advantages=credit,
         )
     assert done.ending.reason == "finished", done.ending.reason
     status = [line for line in done.lines if line["kind"] == "status"]

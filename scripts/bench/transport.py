@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 import zmq.auth.thread
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.rules.curriculum import Rest
@@ -415,7 +415,7 @@ def _run_of(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -
             trainer_hub=hubs[2],
             source=Prompts(),
             held_out=[],
-            credit=MethodCredit(method_of(config), config.reward),
+            group_advantages=MethodAdvantages(method_of(config), config.reward),
             journal=journal,
             ledger=ledger,
         ),

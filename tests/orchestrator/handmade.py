@@ -116,11 +116,10 @@ def sample(num_tokens: int, *, number: int = 0, group_id: int = 0) -> Sample:
     return Sample(trajectory=of, reward=1.0, advantages=np.where(of.loss_mask, 0.5, 0).astype(np.float32))
 
 
-def centred(survivors: tuple[ScoredTrajectory, ...]) -> list[np.ndarray]:
+def centred(siblings: tuple[ScoredTrajectory, ...]) -> list[np.ndarray]:
     """An advantage rule for tests: reward minus the mean of the siblings' rewards, on the sampled tokens."""
-    rewards = [member.score.reward or 0.0 for member in survivors]
+    rewards = [member.score.reward or 0.0 for member in siblings]
     mean = sum(rewards) / len(rewards)
     return [
-        np.where(member.trajectory.loss_mask, reward - mean, 0).astype(np.float32)
-        for member, reward in zip(survivors, rewards, strict=True)
+        np.where(member.trajectory.loss_mask, reward - mean, 0).astype(np.float32) for member, reward in zip(siblings, rewards, strict=True)
     ]

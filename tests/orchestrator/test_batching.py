@@ -49,7 +49,7 @@ def stage(
     admission = Admission(
         schedule=schedule_of(Mode.STREAMING, max_staleness=4), groups_per_step=GROUPS_PER_STEP, num_steps=9, max_running=99
     )
-    cut = BatchCut(groups_per_step=GROUPS_PER_STEP, max_staleness=4, min_group_size=1, credit=handmade.centred)
+    cut = BatchCut(groups_per_step=GROUPS_PER_STEP, max_staleness=4, min_group_size=1, group_advantages=handmade.centred)
     batching = Batching(
         scored=scored,
         packed=packed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.scorer_tasks import environment_task
 from orchestrator.rules.batch import Filtered
@@ -112,7 +112,7 @@ def test_gigpo_compares_turns_that_answer_equal_states():
     both X: +-1/4 by (1/2, 0); Y was answered once, and has no baseline.
     """
     method = resolve("gigpo", {"advantage": {"gamma": 0.5, "divide_by_std": False}}, group_size=2, offers={Need.ANCHORS})
-    credit = MethodCredit(method, (RewardSection.model_validate({"function": "rewards.py:right", "weight": 1.0}),))
+    credit = MethodAdvantages(method, (RewardSection.model_validate({"function": "rewards.py:right", "weight": 1.0}),))
     rows = [trajectory(three_turns()), trajectory(two_turns(), sibling=1)]
     scores = [Score(rollout_id=f"0/{n}", attempt=0, outcome=Outcome.OK, reward=reward) for n, reward in enumerate((1.0, 0.0))]
     columns = credit(tuple(ScoredTrajectory(trajectory=row, score=score) for row, score in zip(rows, scores, strict=True)))

@@ -21,7 +21,7 @@ import msgspec
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
-from orchestrator.rules.batch import Credit, StepRules
+from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.run import Run, RunResult
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
@@ -151,12 +151,12 @@ def survive(
     network: NetworkFaults = NO_FAULTS,
     checkpoint_every: int = 3,
     limit_s: float = 1e5,
-    credit: Credit = mean_baseline,
+    group_advantages: GroupAdvantages = mean_baseline,
     step_rules: StepRules | None = None,
 ) -> Survived:
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs."""
     chaos = _Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
-    chaos.credit, chaos.step_rules = credit, step_rules
+    chaos.group_advantages, chaos.step_rules = group_advantages, step_rules
 
     async def program() -> Survived:
         async with asyncio.timeout(limit_s):
@@ -175,7 +175,7 @@ class _Chaos:
         self.world = world
         self.network = network
         self.checkpoint_every = checkpoint_every
-        self.credit: Credit = mean_baseline
+        self.group_advantages: GroupAdvantages = mean_baseline
         self.step_rules: StepRules | None = None
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
@@ -218,7 +218,7 @@ class _Chaos:
                 trainer_hub=self.hubs[2],
                 source=Prompts(self.world.seed),
                 held_out=[],
-                credit=self.credit,
+                group_advantages=self.group_advantages,
                 step_rules=self.step_rules,
                 journal=journal,
                 ledger=ledger,

@@ -14,7 +14,7 @@ import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
-from orchestrator.rules.batch import Credit, StepRules
+from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.rules.curriculum import Rest
 from orchestrator.rules.validation.completions import Experts
 from orchestrator.run import Run, RunResult
@@ -107,11 +107,11 @@ class Prompts:
         return Prompt(prompt_id=f"{epoch}:{row}", text="", token_ids=token_ids)
 
 
-def mean_baseline(survivors: tuple[ScoredTrajectory, ...]):
+def mean_baseline(siblings: tuple[ScoredTrajectory, ...]):
     """R - mean over the group."""
-    rewards = np.array([member.score.reward for member in survivors])
+    rewards = np.array([member.score.reward for member in siblings])
     centred = (rewards - rewards.mean()).astype(np.float32)
-    return [np.where(member.trajectory.loss_mask, value, 0).astype(np.float32) for member, value in zip(survivors, centred, strict=True)]
+    return [np.where(member.trajectory.loss_mask, value, 0).astype(np.float32) for member, value in zip(siblings, centred, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Circumstances:
     world: peers.World = peers.World()  # noqa: RUF009 frozen
     network: NetworkFaults = NO_FAULTS
     cast: Cast = Cast()
-    credit: Credit = mean_baseline
+    group_advantages: GroupAdvantages = mean_baseline
     step_rules: StepRules | None = None
     experts: Experts | None = None
     held_out: tuple[Prompt, ...] = ()
@@ -159,7 +159,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
                 source=given.source or Prompts(given.world.seed),
                 held_out=list(given.held_out),
                 stop_token_ids=given.stop_token_ids,
-                credit=given.credit,
+                group_advantages=given.group_advantages,
                 step_rules=given.step_rules,
                 journal=journal,
                 ledger=ledger,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.credit import MethodCredit
-from orchestrator.rules.batch import Survivors
+from orchestrator.advantages import MethodAdvantages
+from orchestrator.rules.batch import Siblings
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Finish, Message, Request, Result, ScorerTask
@@ -32,9 +32,9 @@ def episodes(**sections: dict[str, Any]) -> Config:
     )
 
 
-def credit(survivors: Survivors):
+def credit(siblings: Siblings):
     """A mean baseline that looks whether turns are what they say."""
-    for member in survivors:
+    for member in siblings:
         trajectory, turns = member.trajectory, member.trajectory.turns
         assert turns is not None
         num_prompt = len(trajectory.prompt.token_ids)
@@ -47,7 +47,7 @@ def credit(survivors: Survivors):
         assert turns.states == ("prompt", *(f"state {tokens[-1] % 3}" for tokens in said))
         is_cut_off = trajectory.finish is Finish.LENGTH
         assert is_cut_off or len(turns.starts) == MAX_TURNS or peers.reply(after) is None, "it ends when it may, and not before"
-    return mean_baseline(survivors)
+    return mean_baseline(siblings)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_engines_write_other_episodes_while_an_environment_takes_its_time(tmp_pa
         settings = episodes(engine={"count": 1, "max_running": 16}, pipeline={"max_staleness": 8}, scorer={"slots": 64})
         folder = tmp_path / str(reply_s)
         folder.mkdir()
-        simulated = run(settings, folder=folder, world=World(reply_s=reply_s), credit=credit)
+        simulated = run(settings, folder=folder, world=World(reply_s=reply_s), group_advantages=credit)
         assert simulated.problems() == []
         return simulated.seconds
 
@@ -120,14 +120,14 @@ KILLS = {
 @pytest.mark.parametrize("who", KILLS)
 def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_its_rollout_alone(tmp_path: Path, who: str) -> None:
     settings = episodes(algorithm={"name": "gigpo"}, trainer={"steps": 16})
-    rule = MethodCredit(method_of(settings), settings.reward)
+    rule = MethodAdvantages(method_of(settings), settings.reward)
 
-    def both(survivors: Survivors):
-        credit(survivors)
-        return rule(survivors)
+    def both(siblings: Siblings):
+        credit(siblings)
+        return rule(siblings)
 
     world = World(token_s=1e-3, mean_tokens=8, bad_reply_fraction=0.02, bad_score_fraction=0.02)
-    survived = survive(settings, folder=tmp_path, faults=KILLS[who], world=world, credit=both)
+    survived = survive(settings, folder=tmp_path, faults=KILLS[who], world=world, group_advantages=both)
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
     assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 4, survived.kills
@@ -149,7 +149,7 @@ def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(t
 
     world = World(token_s=1e-4, mean_tokens=16, refused_fraction=0.4)
     settings = episodes(trainer={"steps": 12}, pipeline={"max_staleness": 8})
-    simulated = run(settings, folder=tmp_path, world=world, credit=credit, cast=Cast(engine=engine))
+    simulated = run(settings, folder=tmp_path, world=world, group_advantages=credit, cast=Cast(engine=engine))
     assert simulated.problems() == []
     waited_s = [line["waited_s"] for line in simulated.lines if line["kind"] == "status"][-1]
     assert waited_s.get("generation: an engine that may go on with what another one has begun", 0.0) > 0.0
@@ -179,7 +179,12 @@ def test_answers_that_come_twice_and_late_are_to_their_own_turn(tmp_path: Path) 
 
     cast = Cast(engine=engine, scorer=scorer)
     simulated = run(
-        episodes(), folder=tmp_path, world=WORLD, credit=credit, cast=cast, network=NetworkFaults(delay_s=0.02, jitter_s=0.1, seed=1)
+        episodes(),
+        folder=tmp_path,
+        world=WORLD,
+        group_advantages=credit,
+        cast=cast,
+        network=NetworkFaults(delay_s=0.02, jitter_s=0.1, seed=1),
     )
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.credit import MethodCredit
-from orchestrator.rules.batch import Survivors
+from orchestrator.advantages import MethodAdvantages
+from orchestrator.rules.batch import Siblings
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Generate
@@ -26,14 +26,14 @@ def remax(**sections: dict[str, Any]) -> Config:
     return config(**{"algorithm": {"name": "remax"}} | sections)
 
 
-def credit_of(settings: Config) -> tuple[MethodCredit, list[str]]:
+def credit_of(settings: Config) -> tuple[MethodAdvantages, list[str]]:
     """The method's advantages, and the greedy rollouts that were their baselines; the simulated scorer's rewards are known."""
-    rule, baselines = MethodCredit(method_of(settings), settings.reward), list[str]()
+    rule, baselines = MethodAdvantages(method_of(settings), settings.reward), list[str]()
     inner = rule._group
 
-    def group(survivors: Survivors, *, greedy: Any) -> Any:
+    def group(siblings: Siblings, *, greedy: Any) -> Any:
         baselines.append(greedy.trajectory.rollout_id)
-        found = inner(survivors, greedy=greedy)
+        found = inner(siblings, greedy=greedy)
         assert found.greedy_reward == greedy.trajectory.token_ids[greedy.trajectory.loss_mask].sum() % 2
         return found
 
@@ -60,7 +60,7 @@ def test_the_greedy_sibling_alone_is_sampled_at_temperature_0_by_the_engine_of_t
 
     settings = remax(trainer={"steps": 4})
     rule, _ = credit_of(settings)
-    simulated = run(settings, folder=tmp_path, cast=Cast(engine=listening_engine), credit=rule, step_rules=rule.step_rules())
+    simulated = run(settings, folder=tmp_path, cast=Cast(engine=listening_engine), group_advantages=rule, step_rules=rule.step_rules())
     assert simulated.problems() == []
     groups: dict[str, dict[int, tuple[float, int]]] = collections.defaultdict(dict)
     for name, how in asked.items():
@@ -88,7 +88,7 @@ def test_every_sample_has_the_baseline_of_its_own_group_whoever_is_killed(tmp_pa
         folder=tmp_path,
         faults=Faults(seed=3, until_s=60.0, **EVERYBODY),
         world=World(token_s=1e-3, bad_score_fraction=0.05),
-        credit=rule,
+        group_advantages=rule,
         step_rules=rule.step_rules(),
     )
     assert survived.problems() == []

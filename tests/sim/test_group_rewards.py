@@ -56,6 +56,4 @@ def test_comparisons_survive_whoever_is_killed_and_count_once(tmp_path: Path, fa
     trained = [row for row in survived.rows if row[3] == "trained"]
     groups = {row[1]: sorted(float(other[6]) for other in trained if other[1] == row[1]) for row in trained}
     for rewards in groups.values():
-        assert all(0.0 <= reward - place <= 1.0 for place, reward in enumerate(rewards)), (
-            "its own 0 or 1, and its place among the survivors"
-        )
+        assert all(0.0 <= reward - place <= 1.0 for place, reward in enumerate(rewards)), "its own 0 or 1, and its place among the siblings"

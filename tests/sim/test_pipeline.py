@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.credit import MethodCredit
-from orchestrator.rules.batch import Filtered, StepRules, Survivors
+from orchestrator.advantages import MethodAdvantages
+from orchestrator.rules.batch import Filtered, Siblings, StepRules
 from orchestrator.rules.curriculum import Curriculum, Rest, epoch_and_number
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import Config, RewardSection
@@ -165,12 +165,12 @@ def test_failed_and_stale_groups_are_made_up_for(tmp_path: Path):
 
 
 def test_a_method_that_filters_half_of_the_groups_trains_on_the_other_half(tmp_path: Path):
-    def picky(survivors):
-        odd = survivors[0].trajectory.group_id % 2
-        columns = mean_baseline(survivors)
+    def picky(siblings):
+        odd = siblings[0].trajectory.group_id % 2
+        columns = mean_baseline(siblings)
         return Filtered(reason="odd", advantages=columns) if odd else columns
 
-    simulated = run(config(), folder=tmp_path, credit=picky)
+    simulated = run(config(), folder=tmp_path, group_advantages=picky)
     assert simulated.problems() == []
     assert {row[1] % 2 for row in simulated.rows if row[3] == "filtered"} == {1}
     assert {row[1] % 2 for row in simulated.rows if row[3] == "trained"} == {0}
@@ -232,19 +232,19 @@ ADVERSARIES = [same_for_siblings, one_group_in_fifty_has_signal, no_signal_for_a
 def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path, mode: str, reward: Callable[[int, int], float]):
     """DAPO's filter with its budget of ten batches: steps of eight groups, whatever the rewards, and nothing hangs or fails."""
     method = resolve("dapo", {}, group_size=4)
-    credit = MethodCredit(method, (RewardSection.model_validate({"function": "unused:reward"}),))
+    credit = MethodAdvantages(method, (RewardSection.model_validate({"function": "unused:reward"}),))
 
-    def adversarial(survivors: Survivors):
-        if reward is signal_only_in_the_sibling_that_fails and len(survivors) == 4:
-            return credit(tuple(rescored(member, 0.0) for member in survivors))
-        identities = [(member, member.trajectory.group_id, member.trajectory.sibling) for member in survivors]
+    def adversarial(siblings: Siblings):
+        if reward is signal_only_in_the_sibling_that_fails and len(siblings) == 4:
+            return credit(tuple(rescored(member, 0.0) for member in siblings))
+        identities = [(member, member.trajectory.group_id, member.trajectory.sibling) for member in siblings]
         return credit(tuple(rescored(member, reward(group_id, sibling)) for member, group_id, sibling in identities))
 
     faulty = World(bad_score_fraction=0.002 if reward is signal_only_in_the_sibling_that_fails else 0.0)
     simulated = run(
         config(pipeline={"mode": mode}, trainer={"steps": 12}),
         folder=tmp_path,
-        credit=adversarial,
+        group_advantages=adversarial,
         step_rules=credit.step_rules(),
         world=faulty,
         limit_s=7200.0,
@@ -263,8 +263,8 @@ def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path,
 
 def test_a_step_with_signal_enough_lets_nothing_through(tmp_path: Path):
     method = resolve("dapo", {}, group_size=4)
-    credit = MethodCredit(method, (RewardSection.model_validate({"function": "unused:reward"}),))
-    simulated = run(config(), folder=tmp_path, credit=credit, step_rules=credit.step_rules())
+    credit = MethodAdvantages(method, (RewardSection.model_validate({"function": "unused:reward"}),))
+    simulated = run(config(), folder=tmp_path, group_advantages=credit, step_rules=credit.step_rules())
     assert simulated.problems() == []
     lines = [line for line in simulated.lines if line["kind"] == "step"]
     assert sum(line["filtered_groups"] for line in lines) == identity(simulated)["filtered"] // 4 > 0
@@ -278,11 +278,11 @@ def test_a_step_with_signal_enough_lets_nothing_through(tmp_path: Path):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their_step_closes(tmp_path: Path, mode: str):
     method = resolve("reinforce_pp_baseline", {}, group_size=4)
-    credit = MethodCredit(method, (RewardSection.model_validate({"function": "unused:reward"}),))
+    credit = MethodAdvantages(method, (RewardSection.model_validate({"function": "unused:reward"}),))
     seen: list[int] = []
     rows: list[MicroBatch] = []
 
-    def over_step(groups: Sequence[Survivors]):
+    def over_step(groups: Sequence[Siblings]):
         seen.append(len(groups))
         columns = credit.over_step(groups)
         assert sum(row.step == len(seen) - 1 for row in rows) == 0, "no row of the step has left"
@@ -303,8 +303,8 @@ def test_a_rule_over_the_whole_step_breaks_no_promise_and_holds_rows_until_their
     simulated = run(
         config(pipeline={"mode": mode}, trainer={"steps": 6}),
         folder=tmp_path,
-        credit=credit,
-        step_rules=StepRules(step_credit=over_step),
+        group_advantages=credit,
+        step_rules=StepRules(step_advantages=over_step),
         cast=Cast(trainer=listening_trainer),
         world=World(bad_score_fraction=0.1),
         network=STORM,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.credit import MethodCredit
-from orchestrator.rules.batch import Survivors
+from orchestrator.advantages import MethodAdvantages
+from orchestrator.rules.batch import Siblings
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Outcome, StepsScored
@@ -29,19 +29,19 @@ def followed(**sections: dict[str, Any]) -> Config:
     return config(**{"prm": {"path": "unused", "chunk_tokens": 3}, "trainer": {"steps": 6}} | sections)
 
 
-def credit(survivors: Survivors):
+def credit(siblings: Siblings):
     """A mean baseline that looks whether the steps are those of the very tokens."""
-    for member in survivors:
+    for member in siblings:
         assert member.steps is not None
         ends, scores = peers.step_scores(member.trajectory.token_ids[len(member.trajectory.prompt.token_ids) :])
         assert member.steps.ends.tolist() == ends
         assert member.steps.scores == pytest.approx(scores)
         assert member.steps.version == "simulated"
-    return mean_baseline(survivors)
+    return mean_baseline(siblings)
 
 
 def test_every_sample_trains_with_the_scores_of_its_own_steps(tmp_path: Path) -> None:
-    simulated = run(followed(), folder=tmp_path, world=WORLD, credit=credit)
+    simulated = run(followed(), folder=tmp_path, world=WORLD, group_advantages=credit)
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
 
@@ -58,7 +58,7 @@ KILLS = {
 @pytest.mark.parametrize("who", KILLS)
 def test_step_scores_survive_whoever_is_killed_and_count_once(tmp_path: Path, who: str) -> None:
     world = World(token_s=1e-3)
-    survived = survive(followed(trainer={"steps": 20}), folder=tmp_path, faults=KILLS[who], world=world, credit=credit)
+    survived = survive(followed(trainer={"steps": 20}), folder=tmp_path, faults=KILLS[who], world=world, group_advantages=credit)
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
     assert who != "prm" or not survived.ending.identity.failed, "all is told again at once: no trace waits until it counts as the killer"
@@ -72,7 +72,9 @@ def test_steps_and_comparisons_go_together(tmp_path: Path) -> None:
         for name, per in (("reward", "sample"), ("rank", "group"))
     )
     faults = KILLS["everything"]
-    survived = survive(settings.model_copy(update={"reward": rewards}), folder=tmp_path, faults=faults, world=WORLD, credit=credit)
+    survived = survive(
+        settings.model_copy(update={"reward": rewards}), folder=tmp_path, faults=faults, world=WORLD, group_advantages=credit
+    )
     assert survived.problems() == []
 
 
@@ -80,7 +82,7 @@ def test_a_slow_model_slows_admission_and_never_an_engine(tmp_path: Path) -> Non
     """Its 3 s a batch are 300 forward passes: engines go on meanwhile, and no more is admitted than may wait for it."""
     bound = 200
     settings = followed(prm={"path": "unused", "chunk_tokens": 3, "max_waiting_tokens": bound})
-    simulated = run(settings, folder=tmp_path, world=dataclasses.replace(WORLD, prm_s=3.0), credit=credit)
+    simulated = run(settings, folder=tmp_path, world=dataclasses.replace(WORLD, prm_s=3.0), group_advantages=credit)
     assert simulated.problems() == []
     lines = [line for line in simulated.lines if line["kind"] == "status"]
     held = [wait for line in lines for wait in line["waits"] if wait == wait | {"stage": "generation", "what": "the process reward model"}]
@@ -119,11 +121,11 @@ async def over_length_prm(link: MemoryLink, *, world: World) -> None:
 
 
 def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(tmp_path: Path) -> None:
-    def short_ones(survivors: Survivors):
-        assert all(member.trajectory.num_trained_tokens <= 30 for member in survivors)
-        return credit(survivors)
+    def short_ones(siblings: Siblings):
+        assert all(member.trajectory.num_trained_tokens <= 30 for member in siblings)
+        return credit(siblings)
 
-    simulated = run(followed(), folder=tmp_path, world=WORLD, cast=Cast(prm=over_length_prm), credit=short_ones)
+    simulated = run(followed(), folder=tmp_path, world=WORLD, cast=Cast(prm=over_length_prm), group_advantages=short_ones)
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
     assert simulated.ending.identity.failed > 0
@@ -148,8 +150,8 @@ def stopping(*, below: float, keep: float, group_size: int = 4, name: str = "rlo
     ids=["few", "most", "few, and everybody is killed"],
 )
 def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Path, settings: Config, faults: Faults) -> None:
-    rule = MethodCredit(method_of(settings), settings.reward)
-    survived = survive(settings, folder=tmp_path, faults=faults, world=World(token_s=1e-3), credit=rule)
+    rule = MethodAdvantages(method_of(settings), settings.reward)
+    survived = survive(settings, folder=tmp_path, faults=faults, world=World(token_s=1e-3), group_advantages=rule)
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
@@ -167,7 +169,7 @@ def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Pat
     assert not stopped & weights.keys(), "what was stopped trains nothing"
     done = {name for name, (fate, _) in fates.items() if fate in ("trained", "filtered")}
     assert {name for name in done if fates[name] == ("filtered", "stopped early")} == stopped & done
-    # Over all that were started: what is left in flight when a run ends are rather survivors, which take longer than what was stopped.
+    # Over all that were started: what is left in flight when a run ends are rather siblings, which take longer than what was stopped.
     mean = np.mean([(0.0 if flags[name]["stops"] else 1 / keep) if name in flags else 1.0 for name in fates])
     print(f"{len(flags)} flagged and {len(stopped)} stopped of {len(fates)} rollouts; their weights have a mean of {mean:.2f}")
     assert mean == pytest.approx(1.0, abs=0.25)
@@ -176,7 +178,9 @@ def test_stopped_rollouts_are_counted_and_survivors_weigh_for_them(tmp_path: Pat
 def test_a_step_of_which_everything_was_stopped_is_a_step(tmp_path: Path) -> None:
     """Nothing trains in it, and it is done all the same: otherwise hopeless prompts would be made up for by others."""
     settings = stopping(below=2.0, keep=1e-6)
-    simulated = run(settings, folder=tmp_path, world=World(token_s=1e-3), credit=MethodCredit(method_of(settings), settings.reward))
+    simulated = run(
+        settings, folder=tmp_path, world=World(token_s=1e-3), group_advantages=MethodAdvantages(method_of(settings), settings.reward)
+    )
     assert simulated.problems() == []
     identity = simulated.ending.identity
     assert identity.trained < 4 * identity.filtered / 10, "all but rollouts of one step, which are whole before it is scored"

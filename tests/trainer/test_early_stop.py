@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rules.batch import BatchCut
 from pipelinerl.algorithms.loss import denominator, policy_loss
@@ -81,8 +81,8 @@ def rollouts(epsilon: float, sibling: int) -> Iterator[tuple[ScoredTrajectory, f
 
 def gradient(group: Group, *, divides_by_survivors: bool = False) -> torch.Tensor:
     """[3] of the step that the group makes."""
-    credit = MethodCredit(METHOD, (RewardSection.model_validate({"function": "rewards.py:right"}),))
-    verdict = BatchCut(groups_per_step=1, max_staleness=0, min_group_size=2, credit=credit).take(group)
+    credit = MethodAdvantages(METHOD, (RewardSection.model_validate({"function": "rewards.py:right"}),))
+    verdict = BatchCut(groups_per_step=1, max_staleness=0, min_group_size=2, group_advantages=credit).take(group)
     assert verdict.closes_step
     if not verdict.samples:
         return torch.zeros(3, dtype=torch.float64)

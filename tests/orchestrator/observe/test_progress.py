@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.observe.progress import Progress
-from orchestrator.rules.batch import BatchCut, Filtered, StepRules, Survivors
+from orchestrator.rules.batch import BatchCut, Filtered, Siblings, StepRules
 from pipelinerl.messages import Finish, Group, Outcome, StepDone, TraceScores, WeightsCommitted
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
@@ -45,7 +45,7 @@ def two_groups() -> list[Group]:
     return [handmade.group(0, first), handmade.group(1, [*second, failed])]
 
 
-def flat_set_aside(survivors: Survivors) -> Filtered:
+def flat_set_aside(survivors: Siblings) -> Filtered:
     return Filtered(reason="flat", advantages=handmade.centred(survivors))
 
 
@@ -54,7 +54,7 @@ def line(tmp_path: Path) -> dict[str, object]:
     """The line of step 5, trained at 30 s of a run that began at 2 s; groups were placed at 15 s and 16 s."""
     journal = Journal(tmp_path, "orchestrator")
     progress = Progress(journal=journal, started_s=2.0)
-    cut = BatchCut(groups_per_step=2, max_staleness=4, min_group_size=2, credit=handmade.centred, first_step=5)
+    cut = BatchCut(groups_per_step=2, max_staleness=4, min_group_size=2, group_advantages=handmade.centred, first_step=5)
     for now_s, group in zip((15.0, 16.0), two_groups(), strict=True):
         progress.group_completed(cut.take(group), now_s=now_s)
     progress.trained(StepDone(step=5, metrics={"loss": -0.25}), now_s=30.0)
@@ -99,7 +99,7 @@ def test_groups_set_aside_let_through_and_too_old_are_counted_in_the_step_they_w
     journal = Journal(tmp_path, "orchestrator")
     progress = Progress(journal=journal, started_s=0.0)
     rules = StepRules(refill_batches=2)
-    cut = BatchCut(groups_per_step=1, max_staleness=0, min_group_size=2, credit=flat_set_aside, rules=rules, first_step=1)
+    cut = BatchCut(groups_per_step=1, max_staleness=0, min_group_size=2, group_advantages=flat_set_aside, rules=rules, first_step=1)
     for number, versions in enumerate([(1,), (0,), (1,), (1,)]):
         progress.group_completed(cut.take(handmade.plain_group(number, [1.0, 1.0], versions=versions)), now_s=1.0)
     progress.trained(StepDone(step=1, metrics={}), now_s=2.0)
@@ -118,7 +118,7 @@ def test_times_are_means_over_samples(line: dict[str, object]):
 def test_a_group_given_up_leaves_no_trace_in_the_step(tmp_path: Path):
     journal = Journal(tmp_path, "orchestrator")
     progress = Progress(journal=journal, started_s=0.0)
-    cut = BatchCut(groups_per_step=1, max_staleness=4, min_group_size=2, credit=handmade.centred)
+    cut = BatchCut(groups_per_step=1, max_staleness=4, min_group_size=2, group_advantages=handmade.centred)
     progress.group_completed(cut.take(handmade.plain_group(0, [9.0, Outcome.ERROR])), now_s=1.0)
     progress.group_completed(cut.take(handmade.plain_group(1, [1.0, 0.0])), now_s=1.0)
     progress.trained(StepDone(step=0, metrics={}), now_s=2.0)
@@ -134,7 +134,7 @@ def test_a_group_given_up_leaves_no_trace_in_the_step(tmp_path: Path):
 def test_steps_in_the_making_do_not_mix(tmp_path: Path):
     journal = Journal(tmp_path, "orchestrator")
     progress = Progress(journal=journal, started_s=0.0)
-    cut = BatchCut(groups_per_step=1, max_staleness=4, min_group_size=2, credit=handmade.centred)
+    cut = BatchCut(groups_per_step=1, max_staleness=4, min_group_size=2, group_advantages=handmade.centred)
     for group_id, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (0.5, 0.5)]):
         progress.group_completed(cut.take(handmade.plain_group(group_id, rewards)), now_s=1.0)
     for step in range(3):
@@ -159,7 +159,7 @@ def test_step_scores_stand_with_the_samples_that_have_them(tmp_path: Path) -> No
     trace = TraceScores(ends=np.array([1], np.int32), scores=np.array([0.5], np.float32), version="prm")
     members = [handmade.scored(handmade.trajectory(sibling=sibling), float(sibling)) for sibling in range(2)]
     members[1] = msgspec.structs.replace(members[1], steps=trace)
-    cut = BatchCut(groups_per_step=1, max_staleness=4, min_group_size=1, credit=handmade.centred)
+    cut = BatchCut(groups_per_step=1, max_staleness=4, min_group_size=1, group_advantages=handmade.centred)
     progress.group_completed(cut.take(handmade.group(0, members)), now_s=1.0)
     progress.trained(StepDone(step=0, metrics={}), now_s=2.0)
     journal.close()
@@ -172,7 +172,7 @@ def test_an_alarm_is_in_the_journal_when_it_is_raised_and_when_it_is_over(tmp_pa
     progress = Progress(journal=journal, started_s=0.0, on_alarm=told.append)
     for step in range(60):
         rewards = [0.0, 0.0] if step < 20 else [1.0, 0.0]
-        cut = BatchCut(groups_per_step=1, max_staleness=100, min_group_size=2, credit=handmade.centred, first_step=step)
+        cut = BatchCut(groups_per_step=1, max_staleness=100, min_group_size=2, group_advantages=handmade.centred, first_step=step)
         progress.group_completed(cut.take(handmade.plain_group(step, rewards)), now_s=1.0)
         progress.trained(StepDone(step=step, metrics={}), now_s=2.0)
     journal.close()
@@ -191,7 +191,7 @@ def test_an_evaluation_is_heard_by_the_alarms(tmp_path: Path):
         progress = Progress(journal=journal, started_s=0.0)
         for version, held_out in ((20, 0.6), (40, 0.2)):
             for step in range(version - 20, version):
-                cut = BatchCut(groups_per_step=1, max_staleness=100, min_group_size=2, credit=handmade.centred, first_step=step)
+                cut = BatchCut(groups_per_step=1, max_staleness=100, min_group_size=2, group_advantages=handmade.centred, first_step=step)
                 progress.group_completed(cut.take(handmade.plain_group(step, [0.4 + 0.01 * step, 0.0])), now_s=1.0)
                 progress.trained(StepDone(step=step, metrics={}), now_s=2.0)
             progress.evaluated({"version": version, "reward_mean": held_out, "num_prompts": 256})

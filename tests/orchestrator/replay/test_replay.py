@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.data.sources import PromptSource
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.__main__ import main, replay
@@ -293,8 +293,8 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainer={"steps": 6},
         run={"record_groups": 1000},
     )
-    rule = MethodCredit(method_of(settings), settings.reward)
-    simulated = run(settings, folder=folder, world=World(token_s=1e-3, prm_s=1e-4), credit=rule, is_recorded=True)
+    rule = MethodAdvantages(method_of(settings), settings.reward)
+    simulated = run(settings, folder=folder, world=World(token_s=1e-3, prm_s=1e-4), group_advantages=rule, is_recorded=True)
     assert simulated.ending.reason == "finished"
     return folder
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.rules.batch import BatchCut, Credit, Filtered, StepRules, Survivors, Verdict
+from orchestrator.rules.batch import BatchCut, Filtered, GroupAdvantages, Siblings, StepRules, Verdict
 from pipelinerl.messages import Outcome, TerminalStatus
 from tests.orchestrator import handmade
 
@@ -18,7 +18,7 @@ def cut(
     groups_per_step: int = 2,
     max_staleness: int = 2,
     min_group_size: int = 2,
-    credit: Credit = handmade.centred,
+    group_advantages: GroupAdvantages = handmade.centred,
     first_step: int = 0,
     **rules: Any,
 ):
@@ -26,15 +26,15 @@ def cut(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
         min_group_size=min_group_size,
-        credit=credit,
+        group_advantages=group_advantages,
         rules=StepRules(**rules),
         first_step=first_step,
     )
 
 
-def set_aside(survivors: Survivors) -> Filtered:
+def set_aside(siblings: Siblings) -> Filtered:
     """A method that wants no group."""
-    return Filtered(reason="zero_variance", advantages=handmade.centred(survivors))
+    return Filtered(reason="zero_variance", advantages=handmade.centred(siblings))
 
 
 def endings(verdict: Verdict) -> dict[str, tuple[TerminalStatus, str]]:
@@ -106,7 +106,7 @@ def test_one_stale_sibling_makes_its_group_stale_but_a_failed_one_does_not():
 
 
 def test_a_group_the_method_sets_aside_is_filtered_for_the_methods_reason():
-    verdict = cut(credit=set_aside).take(handmade.plain_group(7, [1.0, 1.0, Outcome.TIMEOUT]))
+    verdict = cut(group_advantages=set_aside).take(handmade.plain_group(7, [1.0, 1.0, Outcome.TIMEOUT]))
     assert not verdict.is_assigned
     assert verdict.is_filtered
     assert endings(verdict) == {
@@ -166,7 +166,7 @@ def test_an_empty_completion_has_no_age_and_trains_nothing():
 
 def test_once_the_budget_of_a_step_is_spent_it_is_filled_with_what_comes() -> None:
     """Steps of two groups and a budget of two batches: four groups are set aside, the next two train; then the budget is whole again."""
-    rule = cut(credit=set_aside, refill_batches=2)
+    rule = cut(group_advantages=set_aside, refill_batches=2)
     verdicts = [rule.take(handmade.plain_group(number, [1.0, 0.0], versions=(0,))) for number in range(12)]
     assert [verdict.is_filtered for verdict in verdicts] == ([True] * 4 + [False] * 2) * 2
     assert [verdict.is_let_through for verdict in verdicts] == ([False] * 4 + [True] * 2) * 2
@@ -176,7 +176,7 @@ def test_once_the_budget_of_a_step_is_spent_it_is_filled_with_what_comes() -> No
 
 def test_a_group_with_signal_trains_without_touching_the_budget() -> None:
     rule = cut(
-        credit=lambda survivors: set_aside(survivors) if survivors[0].score.reward else handmade.centred(survivors), refill_batches=1
+        group_advantages=lambda siblings: set_aside(siblings) if siblings[0].score.reward else handmade.centred(siblings), refill_batches=1
     )
     placed = rule.take(handmade.plain_group(0, [0.0, 1.0]))
     assert (placed.is_assigned, placed.is_let_through) == (True, False)
@@ -186,13 +186,13 @@ def test_a_group_with_signal_trains_without_touching_the_budget() -> None:
 # --- rules over the whole step ---------------------------------------------------------------------------------------------------
 
 
-def doubled(groups: Sequence[Survivors]) -> list[list[np.ndarray]]:
+def doubled(groups: Sequence[Siblings]) -> list[list[np.ndarray]]:
     """A rule over the step: each group's advantages times the number of groups."""
-    return [[len(groups) * column for column in handmade.centred(survivors)] for survivors in groups]
+    return [[len(groups) * column for column in handmade.centred(siblings)] for siblings in groups]
 
 
 def test_a_rule_over_the_step_holds_samples_until_it_closes_and_then_gives_all_of_them_their_final_advantages() -> None:
-    rule = cut(step_credit=doubled)
+    rule = cut(step_advantages=doubled)
     first, given_up, second, third = (
         rule.take(handmade.plain_group(number, rewards))
         for number, rewards in enumerate([[1.0, 0.0], [Outcome.ERROR] * 2, [0.0, 1.0], [1.0, 0.0]])
@@ -224,8 +224,8 @@ def test_a_group_that_withholds_old_tokens_is_stale_only_where_none_is_young_eno
     assert [float(sample.advantages[-1]) for sample in verdict.samples] == [0.5, -0.5], "the old sibling's reward is in the mean"
 
 
-def advantages_of_one(survivors: Survivors) -> list[np.ndarray]:
-    return [np.where(member.trajectory.loss_mask, 1.0, 0.0).astype(np.float32) for member in survivors]
+def advantages_of_one(siblings: Siblings) -> list[np.ndarray]:
+    return [np.where(member.trajectory.loss_mask, 1.0, 0.0).astype(np.float32) for member in siblings]
 
 
 def siblings(*rewards: float | None, group_id: int = 7, versions: Sequence[int] = (0, 0, 0)):
@@ -239,7 +239,7 @@ def siblings(*rewards: float | None, group_id: int = 7, versions: Sequence[int] 
 
 def test_stopped_siblings_count_as_started_and_those_that_went_on_weigh_for_them():
     """Four of one prompt at a probability of 1/4: one went on and weighs 4, three end as filtered; the step counts four."""
-    rule = cut(groups_per_step=1, credit=advantages_of_one)
+    rule = cut(groups_per_step=1, group_advantages=advantages_of_one)
     verdict = rule.take(siblings(None, 1.0, None, None))
     assert [(sample.trajectory.rollout_id, sample.weight) for sample in verdict.samples] == [("7/1", 4.0)]
     assert endings(verdict) == {f"7/{sibling}": (TerminalStatus.FILTERED, "stopped early") for sibling in (0, 2, 3)}
@@ -248,13 +248,13 @@ def test_stopped_siblings_count_as_started_and_those_that_went_on_weigh_for_them
 
 
 def test_group_whose_siblings_were_all_stopped_takes_its_place_in_the_step():
-    rule = cut(groups_per_step=1, credit=advantages_of_one)
+    rule = cut(groups_per_step=1, group_advantages=advantages_of_one)
     verdict = rule.take(siblings(None, None))
     assert (verdict.is_assigned, verdict.samples, verdict.closes_step, verdict.num_samples) == (True, (), True, 2)
 
 
 def test_stopped_siblings_of_a_group_that_is_given_up_count_in_no_step():
-    rule = cut(max_staleness=1, first_step=3, credit=advantages_of_one)
+    rule = cut(max_staleness=1, first_step=3, group_advantages=advantages_of_one)
     verdict = rule.take(siblings(None, 1.0, versions=(1, 3, 3)))
     assert endings(verdict) == {
         "7/0": (TerminalStatus.FILTERED, "stopped early"),
@@ -264,8 +264,8 @@ def test_stopped_siblings_of_a_group_that_is_given_up_count_in_no_step():
 
 
 def test_restored_step_counts_what_was_stopped_before():
-    rule = cut(groups_per_step=2, credit=advantages_of_one)
+    rule = cut(groups_per_step=2, group_advantages=advantages_of_one)
     before = rule.take(siblings(None, 1.0))
-    after = cut(groups_per_step=2, credit=advantages_of_one)
+    after = cut(groups_per_step=2, group_advantages=advantages_of_one)
     after.restore(before.samples, num_groups=1, groups=(), num_stopped=1)
     assert after.take(siblings(None, 1.0, group_id=8)).num_samples == 4 == rule.take(siblings(None, 1.0, group_id=8)).num_samples

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.early_stop import AUDIT_SURVIVORS, Audit, EarlyStop
+from orchestrator.rules.early_stop import MIN_CONTINUED, Audit, EarlyStop
 from pipelinerl.algorithms.advantage.early_stop import doubly_robust, rloo_doubly_robust
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.messages import EarlyStopDecision
@@ -191,7 +191,7 @@ def test_epsilon_of_one_never_stops() -> None:
 def test_audit_ends_the_stopping_when_too_many_flagged_survivors_are_right() -> None:
     audit = Audit(max_false_stop_fraction=0.1, correct_reward=0.5)
     assert audit.right_fraction is None
-    for _ in range(AUDIT_SURVIVORS - 1):
+    for _ in range(MIN_CONTINUED - 1):
         audit.saw(reward=0.5)
     assert audit.allows_stopping, "too few to speak"
     audit.saw(reward=0.5)

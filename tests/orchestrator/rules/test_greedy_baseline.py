@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.rules.batch import BatchCut, Verdict
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
@@ -19,8 +19,8 @@ ONE_REWARD = (RewardSection.model_validate({"function": "rewards.py:right", "wei
 
 def remax(*, group_size: int = 2, max_staleness: int = 2, **overrides: str) -> BatchCut:
     """Steps of two groups."""
-    credit = MethodCredit(resolve("remax", overrides, group_size=group_size), ONE_REWARD)
-    return BatchCut(groups_per_step=2, max_staleness=max_staleness, min_group_size=2, credit=credit, rules=credit.step_rules())
+    credit = MethodAdvantages(resolve("remax", overrides, group_size=group_size), ONE_REWARD)
+    return BatchCut(groups_per_step=2, max_staleness=max_staleness, min_group_size=2, group_advantages=credit, rules=credit.step_rules())
 
 
 def group_of(

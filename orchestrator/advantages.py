@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orchestrator.rules.batch import Filtered, StepRules, Survivors, greedy_of, sampled_of
+from orchestrator.rules.batch import Filtered, Siblings, StepRules, greedy_of, sampled_of
 from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.advantage.batch_rule import Credit
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup, StepScores
@@ -19,8 +19,8 @@ from pipelinerl.messages import Float32, ScoredTrajectory
 from pipelinerl.rewards.calls import component_names
 
 
-class MethodCredit:
-    """The advantages of scored siblings under one method; see `rules.batch.Credit` and, for `over_step`, `rules.batch.StepCredit`."""
+class MethodAdvantages:
+    """The advantages of scored siblings under one method: it is `rules.batch.GroupAdvantages`, and `over_step` is `StepAdvantages`."""
 
     def __init__(
         self,
@@ -49,56 +49,56 @@ class MethodCredit:
         """The rules that the method adds to the batch cut, beyond the advantages of one group."""
         needs_step = self._method.batch.name != "none" and not self._leaves_to_trainer
         return StepRules(
-            step_credit=self.over_step if needs_step else None,
+            step_advantages=self.over_step if needs_step else None,
             refill_batches=int(self._method.group_filter.options.get("refill", 0) or 0),
             withhold=self._method.withhold_bound,
             adds_greedy=self._method.adds_greedy,
         )
 
-    def __call__(self, survivors: Survivors) -> list[Float32] | Filtered:
-        """Return one [L] float32 column for each survivor but the greedy one, or the reason why the method's filter would drop the group.
+    def __call__(self, siblings: Siblings) -> list[Float32] | Filtered:
+        """Return one [L] float32 column for each sibling but the greedy one, or the reason why the method's filter would drop the group.
 
         The columns are zeros where the trainer computes the advantages, since it has their inputs.
         """
-        greedy, survivors = greedy_of(survivors), sampled_of(survivors)
-        group = self._group(survivors, greedy=greedy)
-        credit = np.zeros(len(survivors))
+        greedy, siblings = greedy_of(siblings), sampled_of(siblings)
+        group = self._group(siblings, greedy=greedy)
+        credit = np.zeros(len(siblings))
         if not self._leaves_to_trainer:
             credit = group_advantages(group, method=self._method, baselines=self._baselines)
         if self._baselines is not None:
             self._remember(self._baselines.state())
-        columns = _columns(credit, group=group, survivors=survivors)
+        columns = _columns(credit, group=group, siblings=siblings)
         if keeps_group(group, method=self._method):
             return columns
         return Filtered(reason=self._method.group_filter.name, advantages=columns)
 
-    def over_step(self, groups: Sequence[Survivors]) -> list[list[Float32]]:
+    def over_step(self, groups: Sequence[Siblings]) -> list[list[Float32]]:
         """Return the columns of all groups of a step, after the method's rule over the whole step."""
-        sampled = [sampled_of(survivors) for survivors in groups]
-        scored = [self._group(members, greedy=greedy_of(survivors)) for members, survivors in zip(sampled, groups, strict=True)]
+        sampled = [sampled_of(siblings) for siblings in groups]
+        scored = [self._group(members, greedy=greedy_of(siblings)) for members, siblings in zip(sampled, groups, strict=True)]
         credits = step_advantages([group_advantages(group, method=self._method) for group in scored], scored, method=self._method)
-        return [_columns(credit, group=group, survivors=members) for credit, group, members in zip(credits, scored, sampled, strict=True)]
+        return [_columns(credit, group=group, siblings=members) for credit, group, members in zip(credits, scored, sampled, strict=True)]
 
-    def _group(self, survivors: Survivors, *, greedy: ScoredTrajectory | None) -> ScoredGroup:
-        masks = tuple(member.trajectory.loss_mask[len(member.trajectory.prompt.token_ids) :] for member in survivors)
-        is_whole = np.array([member.score.reward is not None for member in survivors])
-        rewards = np.array([member.score.reward or 0.0 for member in survivors], np.float64)  # 0.0 of stopped ones: weight 0, never read
+    def _group(self, siblings: Siblings, *, greedy: ScoredTrajectory | None) -> ScoredGroup:
+        masks = tuple(member.trajectory.loss_mask[len(member.trajectory.prompt.token_ids) :] for member in siblings)
+        is_whole = np.array([member.score.reward is not None for member in siblings])
+        rewards = np.array([member.score.reward or 0.0 for member in siblings], np.float64)  # 0.0 of stopped ones: weight 0, never read
         # A function may say that it does not apply to a completion: then it compares no siblings here.
-        names = [name for name in self._weights if all(name in member.score.components for member in survivors)]
+        names = [name for name in self._weights if all(name in member.score.components for member in siblings)]
         return ScoredGroup(
             rewards=rewards,
             lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
-            components=np.array([[member.score.components[name] for name in names] for member in survivors]).reshape(
-                len(survivors), len(names)
+            components=np.array([[member.score.components[name] for name in names] for member in siblings]).reshape(
+                len(siblings), len(names)
             ),
             component_weights=np.array([self._weights[name] for name in names]),
             greedy_reward=None if greedy is None else greedy.score.reward,
-            roles=tuple(_role(member) for member in survivors) if self._baselines is not None else None,
+            roles=tuple(_role(member) for member in siblings) if self._baselines is not None else None,
             correct=is_whole & (rewards >= self._correct_reward),
-            sample_weights=np.array([member.weight for member in survivors]),
-            predictions=np.array([_predicted(member) for member in survivors]),
+            sample_weights=np.array([member.weight for member in siblings]),
+            predictions=np.array([_predicted(member) for member in siblings]),
             loss_mask=masks,
-            steps=_steps(survivors),
+            steps=_steps(siblings),
         )
 
 
@@ -116,22 +116,22 @@ def _predicted(member: ScoredTrajectory) -> float:
     return float(member.score.reward or 0.0) if member.early_stop is None else member.early_stop.predicted
 
 
-def _steps(survivors: Survivors) -> tuple[StepScores, ...] | None:
+def _steps(siblings: Siblings) -> tuple[StepScores, ...] | None:
     """Return the step scores of all siblings, or turns of episodes; None in a run without a process reward model or an environment."""
-    if any(member.trajectory.turns is not None for member in survivors):
-        return _turns(survivors)
-    found = [member.steps for member in survivors]
+    if any(member.trajectory.turns is not None for member in siblings):
+        return _turns(siblings)
+    found = [member.steps for member in siblings]
     scored = [StepScores(ends=steps.ends.astype(np.int64), scores=steps.scores.astype(np.float64)) for steps in found if steps is not None]
     return tuple(scored) if len(scored) == len(found) else None
 
 
-def _turns(survivors: Survivors) -> tuple[StepScores, ...]:
+def _turns(siblings: Siblings) -> tuple[StepScores, ...]:
     """Return a step for each turn: the last has the outcome as its score, those before have none of their own. Equal states are equal
     anchors.
     """
-    states = {state: number for number, state in enumerate(sorted({state for member in survivors for state in _states(member)}))}
+    states = {state: number for number, state in enumerate(sorted({state for member in siblings for state in _states(member)}))}
     found = []
-    for member in survivors:
+    for member in siblings:
         turns = member.trajectory.turns
         ends = np.zeros(0, np.int64) if turns is None else turns.ends.astype(np.int64)
         scores = np.zeros(len(ends))
@@ -145,9 +145,9 @@ def _states(member: ScoredTrajectory) -> tuple[str, ...]:
     return () if turns is None else turns.states
 
 
-def _columns(credit: Credit, *, group: ScoredGroup, survivors: Survivors) -> list[Float32]:
+def _columns(credit: Credit, *, group: ScoredGroup, siblings: Siblings) -> list[Float32]:
     responses = token_columns(credit, group=group)
-    return [_whole_length(column, member) for column, member in zip(responses, survivors, strict=True)]
+    return [_whole_length(column, member) for column, member in zip(responses, siblings, strict=True)]
 
 
 def _whole_length(column: np.ndarray, member: ScoredTrajectory) -> Float32:

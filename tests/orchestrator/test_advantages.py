@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.credit import MethodCredit
+from orchestrator.advantages import MethodAdvantages
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.rules.batch import Filtered, StepRules
 from pipelinerl.algorithms.method import Need
@@ -33,7 +33,7 @@ def members(rewards: list[float], *, lengths: list[int] | None = None, component
 
 
 def test_dr_grpo_gives_reward_minus_mean_on_sampled_tokens_and_zero_on_the_prompt():
-    credit = MethodCredit(resolve("dr_grpo", {}, group_size=4), ONE_REWARD)
+    credit = MethodAdvantages(resolve("dr_grpo", {}, group_size=4), ONE_REWARD)
     columns = credit(members([1.0, 0.0, 0.0, 0.0], lengths=[1, 2, 3, 4]))
     assert not isinstance(columns, Filtered)
     assert [column.tolist() for column in columns] == [
@@ -47,33 +47,33 @@ def test_dr_grpo_gives_reward_minus_mean_on_sampled_tokens_and_zero_on_the_promp
 
 def test_grpo_divides_by_the_standard_deviation():
     """Rewards 1, 0: mean 0.5, sample standard deviation sqrt(0.5): 0.5 / 0.70711 = 0.70711."""
-    columns = MethodCredit(resolve("grpo", {}, group_size=2), ONE_REWARD)(members([1.0, 0.0]))
+    columns = MethodAdvantages(resolve("grpo", {}, group_size=2), ONE_REWARD)(members([1.0, 0.0]))
     assert not isinstance(columns, Filtered)
     assert columns[0].tolist() == pytest.approx([0, 0, 0, 0.70711, 0.70711], abs=1e-4)
     assert columns[1].tolist() == pytest.approx([0, 0, 0, -0.70711, -0.70711], abs=1e-4)
 
 
 def test_a_group_the_filter_refuses_is_named_by_the_filter():
-    credit = MethodCredit(resolve("dapo", {}, group_size=2), ONE_REWARD)
+    credit = MethodAdvantages(resolve("dapo", {}, group_size=2), ONE_REWARD)
     refused = credit(members([1.0, 1.0]))
     assert isinstance(refused, Filtered)
     assert refused.reason == "zero_variance"
     assert not np.any(refused.advantages), "let through, it trains nothing"
     assert not isinstance(credit(members([1.0, 0.0])), Filtered)
-    assert credit.step_rules() == StepRules(step_credit=None, refill_batches=10, withhold=None)
+    assert credit.step_rules() == StepRules(step_advantages=None, refill_batches=10, withhold=None)
 
 
 def test_the_accuracy_band_reads_correctness_from_the_reward() -> None:
-    credit = MethodCredit(resolve("grpo", {"group_filter": "accuracy_band"}, group_size=4), ONE_REWARD, correct_reward=0.5)
+    credit = MethodAdvantages(resolve("grpo", {"group_filter": "accuracy_band"}, group_size=4), ONE_REWARD, correct_reward=0.5)
     assert not isinstance(credit(members([0.6, 0.4, 0.4, 0.4])), Filtered), "one of four is correct"
     assert isinstance(credit(members([0.4, 0.4, 0.4, 0.4])), Filtered)
 
 
 def test_a_rule_over_the_step_sees_every_group_as_if_they_were_one_table() -> None:
     """REINFORCE++ with a baseline: R - mean of the group, whitened over the tokens of the step, worked out from the formula."""
-    credit = MethodCredit(resolve("reinforce_pp_baseline", {}, group_size=2), ONE_REWARD)
+    credit = MethodAdvantages(resolve("reinforce_pp_baseline", {}, group_size=2), ONE_REWARD)
     groups = [members([1.0, 0.0], lengths=[3, 1]), members([2.0, 0.0], lengths=[1, 2]), members([1.0, 1.0])]
-    over_step = credit.step_rules().step_credit
+    over_step = credit.step_rules().step_advantages
     assert over_step is not None
     tokens = np.array([0.5] * 3 + [-0.5] + [1.0] + [-1.0] * 2 + [0.0] * 4)
     expected = [[0.5, -0.5], [1.0, -1.0], [0.0, 0.0]]
@@ -90,7 +90,7 @@ def test_components_of_one_name_from_two_files_are_told_apart_as_the_scorer_does
         weighed("a.py:right", 1.0),
         weighed("b.py:right", 2.0),
     )
-    credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
+    credit = MethodAdvantages(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 2.0], components=[{"a.py:right": 1.0, "b.py:right": 0.0}, {"a.py:right": 0.0, "b.py:right": 1.0}]))
     assert not isinstance(columns, Filtered)
     assert columns[0][-1] == pytest.approx(0.70711 - 2 * 0.70711, abs=1e-4)
@@ -101,7 +101,7 @@ def test_a_component_that_does_not_apply_to_a_sibling_compares_none_of_them() ->
         weighed("r.py:right", 1.0),
         weighed("r.py:short", 2.0),
     )
-    credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
+    credit = MethodAdvantages(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 0.0], components=[{"right": 1.0}, {"right": 0.0, "short": 5.0}]))
     assert not isinstance(columns, Filtered)
     assert columns[0][-1] == pytest.approx(0.70711, abs=1e-4)
@@ -116,7 +116,7 @@ def test_components_reach_a_method_that_reads_them_with_their_weights():
         weighed("rewards.py:right", 1.0),
         weighed("rewards.py:short", 2.0),
     )
-    credit = MethodCredit(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
+    credit = MethodAdvantages(resolve("gdpo", {"batch": "none"}, group_size=2), rewards)
     columns = credit(members([1.0, 2.0], components=[{"short": 0.0, "right": 1.0}, {"right": 0.0, "short": 1.0}]))
     assert not isinstance(columns, Filtered)
     assert columns[0][-1] == pytest.approx(0.70711 - 2 * 0.70711, abs=1e-4)
@@ -135,12 +135,12 @@ def test_a_role_has_a_baseline_that_moves_with_its_groups_and_outlives_its_orche
     """Halfway to the mean reward of each group: 0, 0.25, 0.625 for the proposer; the solver's is its own."""
     method, ledger = resolve("rae", {"advantage": {"decay": 0.5}}, group_size=2), Ledger(None)
 
-    def start() -> MethodCredit:
-        return MethodCredit(
+    def start() -> MethodAdvantages:
+        return MethodAdvantages(
             method, ONE_REWARD, baselines=ledger.baselines(), remember=lambda means: ledger.store_baselines(means, now_s=0.0)
         )
 
-    def last(credit: MethodCredit, role: str, rewards: list[float]) -> list[float]:
+    def last(credit: MethodAdvantages, role: str, rewards: list[float]) -> list[float]:
         columns = credit(_in_role(role, rewards))
         assert not isinstance(columns, Filtered)
         return [float(column[-1]) for column in columns]
@@ -156,18 +156,18 @@ def test_a_role_has_a_baseline_that_moves_with_its_groups_and_outlives_its_orche
 
 
 def test_an_empty_completion_gets_a_column_of_zeros_as_long_as_its_prompt():
-    columns = MethodCredit(resolve("dr_grpo", {}, group_size=2), ONE_REWARD)(members([0.0, 1.0], lengths=[0, 2]))
+    columns = MethodAdvantages(resolve("dr_grpo", {}, group_size=2), ONE_REWARD)(members([0.0, 1.0], lengths=[0, 2]))
     assert not isinstance(columns, Filtered)
     assert columns[0].tolist() == [0.0, 0.0, 0.0]
     assert columns[1].tolist() == [0.0, 0.0, 0.0, 0.5, 0.5]
 
 
 def test_siblings_that_were_stopped_count_by_what_was_predicted_of_them():
-    """A survivor of weight 4 with reward 1 where 0.1 was predicted is worth 0.1 + 4 * 0.9 = 3.7 to others, a stopped one 0.1."""
-    credit = MethodCredit(resolve("rloo_early_stop", {}, group_size=3, offers={Need.PREDICTIONS}, stops_early=True), ONE_REWARD)
+    """A sibling of weight 4 with reward 1 where 0.1 was predicted is worth 0.1 + 4 * 0.9 = 3.7 to others, a stopped one 0.1."""
+    credit = MethodAdvantages(resolve("rloo_early_stop", {}, group_size=3, offers={Need.PREDICTIONS}, stops_early=True), ONE_REWARD)
     trajectories = [handmade.trajectory([0] * length, sibling=sibling) for sibling, length in enumerate((2, 1, 2))]
-    survivors = (handmade.flagged(trajectories[0], 1.0), handmade.flagged(trajectories[1]), handmade.scored(trajectories[2], 0.5))
-    columns = credit(survivors)
+    siblings = (handmade.flagged(trajectories[0], 1.0), handmade.flagged(trajectories[1]), handmade.scored(trajectories[2], 0.5))
+    columns = credit(siblings)
     assert not isinstance(columns, Filtered)
     assert columns[0].tolist() == pytest.approx([0, 0, *[1.0 - (0.1 + 0.5) / 2] * 2])
     assert columns[2].tolist() == pytest.approx([0, 0, *[0.5 - (3.7 + 0.1) / 2] * 2])
