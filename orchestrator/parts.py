@@ -65,6 +65,8 @@ class Dependencies:
     """Tokens that the model knows; None where its folder does not say."""
     experts: Experts | None = None
     """The size of a mixture of experts whose routes travel; None where none do."""
+    is_replay: bool = False
+    """True where recorded peers answer: what they say is not checked, and no number of dropped groups ends the run."""
 
 
 class Parts:
@@ -99,11 +101,14 @@ class Parts:
 
     def _connect(self) -> None:
         config, given, ready_s = self.config, self.given, self.config.engine.ready_deadline_s
-        completions = CompletionCheck(vocabulary=given.vocabulary, experts=given.experts)
+        completions = None if given.is_replay else CompletionCheck(vocabulary=given.vocabulary, experts=given.experts)
         num_admitted = (self.schedule.max_staleness + 1) * config.batch.groups_per_step * self.num_siblings  # `rules.admission`
         num_evaluated = len(given.held_out) * config.evaluation.samples
         # Not `max_running`: episodes go on, and what was lost is asked for again, above it.
-        self.announcement_check = AnnouncementCheck(max_outstanding=num_admitted + num_evaluated, num_steps=config.trainer.steps)
+        max_outstanding = num_admitted + num_evaluated
+        self.announcement_check = (
+            None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
+        )
         self.engines = Engines(
             self._peers(
                 given.engine_hub, "engine", config.engine.count, ready_s, silent_after_s=config.engine.silent_after_s, has_spares=True
@@ -128,7 +133,7 @@ class Parts:
             ledger=given.ledger,
             watch=self.watch,
             quarantine=self.quarantine,
-            score_check=ScoreCheck(weights=weights, completion_check=completions),
+            score_check=None if completions is None else ScoreCheck(weights=weights, completion_check=completions),
             announcement_check=self.announcement_check,
             first_request_id=int(1e6 * given.journal.clock()),
         )
@@ -160,7 +165,7 @@ class Parts:
         return Peers(
             hub,
             role=role,
-            expected=expected,
+            expected=0 if self.given.is_replay else expected,  # recorded peers are as many as came
             ready_deadline_s=ready_deadline_s,
             replace=replace,
             tell=self._report_violation,
@@ -198,6 +203,8 @@ class Parts:
 
     def layout_for(self, trainer: TrainerReady) -> LayoutFixed:
         """Return what a trainer that starts must know to publish: the layout that the engines want, and the transport to them."""
+        if self.given.is_replay:
+            return LayoutFixed(tensors=())
         weights = self.config.weights
         machines = {engine.peer: engine.ready.machine for engine in self.engines}
         transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in self.engines))

@@ -10,6 +10,7 @@ whose rewards compare siblings has `group_rewards` after it. `orchestrator.parts
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from orchestrator.channels import make_channels
@@ -137,7 +138,7 @@ class Pipeline:
             credits=parts.credits,
             ledger=given.ledger,
             progress=parts.progress,
-            max_dropped=MAX_BARREN_STEPS * config.batch.groups_per_step,
+            max_dropped=sys.maxsize if given.is_replay else MAX_BARREN_STEPS * config.batch.groups_per_step,
             causes=parts.function_errors.words,
             settled=parts.prompt_progress.settled,
             restored=parts.restored("batching"),

@@ -235,10 +235,11 @@ def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
         for group_id, prompt, *_ in rows("groups", f"group_id IN (SELECT group_id FROM samples WHERE {where})")
     }
     bodies = dict(rows("trajectories", f"rollout_id IN (SELECT rollout_id FROM samples WHERE {where})"))
-    return tuple(_with_prompt(_trajectories.decode(bodies[name]), prompts[group_id]) for name, group_id in samples)
+    return tuple(with_prompt(_trajectories.decode(bodies[name]), prompts[group_id]) for name, group_id in samples)
 
 
-def _with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
+def with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
+    """Return a recorded trajectory with the prompt of its group, which is recorded apart from it."""
     return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=prompt))
 
 

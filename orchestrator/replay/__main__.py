@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.replay import batching, generation, prm, prompts, scoring, training, weight_sync
-from orchestrator.replay.recorded_run import RecordedRun
+from orchestrator.replay.recorded import RecordedRun
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError, PipelineError
 

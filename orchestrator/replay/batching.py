@@ -3,101 +3,102 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import collections
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from orchestrator.advantages import MethodAdvantages
-from orchestrator.channels import Channels, make_channels
+import numpy as np
+
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.observe.progress import Progress
-from orchestrator.replay.differences import compare_batches
-from orchestrator.replay.recorded import RecordedGroup, read_recording
-from orchestrator.replay.recorded_run import RecordedRun
-from orchestrator.rollouts.rows import Row, StepEnd
-from orchestrator.rules.admission import Admission, schedule_of
-from orchestrator.rules.batch import BatchCut
-from orchestrator.rules.grouping import Grouping
-from orchestrator.stages.batching import Batching
-from pipelinerl.algorithms.methods import method_of
+from orchestrator.replay.clock import simulate
+from orchestrator.replay.differences import SHOWN, TOLERANCE, write_lines
+from orchestrator.replay.harness import Harness, as_scored, records
+from orchestrator.replay.recorded import BatchingResult, RecordedGroup, RecordedRun, read_recording
 from pipelinerl.config import Config
-from pipelinerl.data.packing import Packing
-from pipelinerl.messages import ScoredTrajectory
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.stage import Channel, Signal
-from pipelinerl.runtime.watch import Watch
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, how statuses and advantages differ from those recorded; training takes the new rows."""
     path, groups = recorded.folder / "ledger.sqlite", recorded.recording.from_a_step_on()
-    scored = recorded.scored or {member.trajectory.rollout_id: member for group in groups for member in group.members}
-    with contextlib.closing(Ledger(path, keep_groups=len(groups))) as ledger:
+    with records(recorded.folder, ledger=path, keep_groups=len(groups)) as (ledger, journal):
         ledger.begin({}, now_s=0.0, unix_s=time.time())
         for group in groups:
             ledger.admit(group.group_id, group.prompt, group_size=len(group.members), position=(0, 0), now_s=0.0)
             for member in group.members:
-                ledger.record_score(scored[member.trajectory.rollout_id], now_s=0.0)
-        asyncio.run(replay_batching(recorded.config, groups, scored=scored, folder=recorded.folder, ledger=ledger))
+                ledger.record_score(recorded.scored.get(member.trajectory.rollout_id, member), now_s=0.0)
+        simulate(replay_batching(recorded.config, groups, ledger=ledger, journal=journal))
     recorded.ledger_path = path
-    yield from compare_batches(groups, read_recording(path).groups, path=recorded.folder / "batching.jsonl")
+    yield from _compare(groups, read_recording(path).groups, path=recorded.folder / "batching.jsonl")
 
 
-async def replay_batching(
-    config: Config, groups: list[RecordedGroup], *, scored: Mapping[str, ScoredTrajectory], folder: Path, ledger: Ledger
-) -> None:
-    """Have the method of `config` place or give up every group, from the step of the first on; what it decides stands in `ledger`.
+async def replay_batching(config: Config, groups: list[RecordedGroup], *, ledger: Ledger, journal: Journal) -> None:
+    """Have the method of `config` assign or drop every group, from the step of the first on; `ledger` has them as scored, as in a run that
+    goes on, and holds what is decided.
 
     A rule that carries something from step to step begins afresh where the first steps of the run are not recorded any more.
     """
-    watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
-    channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1)
-    journal = Journal(folder, "orchestrator")
-    stage = _stage(config, groups, channels=channels, ledger=ledger, journal=journal)
-    try:
+    if not groups:
+        return
+    ledger.record("done", now_s=0.0, step=groups[0].step - 1)
+    harness = Harness(as_scored(config), ledger=ledger, journal=journal, num_siblings=len(groups[0].members))
+
+    channels = harness.channels
+
+    async def drain() -> None:
+        async for _ in channels.rows:
+            pass
+
+    async def script() -> None:
+        channels.group_scored.close()
         async with asyncio.TaskGroup() as group:
-            group.create_task(_feed(groups, scored, channels.scored))
-            group.create_task(_drain(channels.rows))
-            await stage.run()
+            group.create_task(drain())
+            await harness.stage("batching").run()
             channels.rows.close()
-    finally:
-        journal.close()
+
+    await harness.run(script=script())
 
 
-def _stage(config: Config, groups: list[RecordedGroup], *, channels: Channels, ledger: Ledger, journal: Journal) -> Batching:
-    schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
-    advantages = MethodAdvantages(method_of(config), config.reward, correct_reward=config.algorithm.correct_reward)
-    batch = config.batch
-    return Batching(
-        scored=channels.scored,
-        packed=channels.packed,
-        rows=channels.rows,
-        grouping=Grouping(group_size=len(groups[0].members) if groups else 1),
-        cut=BatchCut(
-            groups_per_step=batch.groups_per_step,
-            max_staleness=schedule.max_staleness,
-            min_group_size=batch.min_group_size,
-            group_advantages=advantages,
-            rules=advantages.step_rules(),
-            first_step=groups[0].step if groups else 0,
+def _compare(groups: list[RecordedGroup], again: list[RecordedGroup], *, path: Path) -> Iterator[str]:
+    """Write old and new statuses and advantages of every rollout to `path`; yield the summary, line by line."""
+    new_ones = {name: result for group in again for name, result in group.results.items()}
+    pairs = [(group, name, old, new_ones[name]) for group in groups for name, old in group.results.items()]
+    write_lines(
+        path,
+        (
+            {"rollout_id": name, "prompt_id": group.prompt.prompt_id, "old": _line(old), "new": _line(new)}
+            for group, name, old, new in pairs
         ),
-        packing=Packing(max_tokens=batch.max_tokens, num_replicas=config.trainer.layout.replicas),
-        admission=Admission(schedule=schedule, groups_per_step=batch.groups_per_step, num_steps=config.trainer.steps, max_running=1),
-        credits=Signal(),
-        ledger=ledger,
-        progress=Progress(journal=journal, started_s=0.0),
-        max_dropped=len(groups) + 1,
     )
+    moved = [(old.status, new.status) for _, _, old, new in pairs if old.status != new.status]
+    credited = [pair for pair in pairs if _gap(pair) > TOLERANCE]
+    rows = sum(old.row != new.row for _, _, old, new in pairs)
+    first = f"from step {groups[0].step} on" if groups else "no whole step is recorded"
+    yield f"batching: {len(pairs):,} rollouts, {first}: {len(moved):,} end otherwise, {len(credited):,} with other advantages"
+    for (old, new), count in collections.Counter((_kind(old), _kind(new)) for old, new in moved).most_common():
+        yield f"  {old} -> {new if new != old else 'another ' + new}: {count:,}"
+    for group, name, old, new in sorted(credited, key=_gap, reverse=True)[:SHOWN]:
+        yield f"  rollout {name}, prompt {group.prompt.prompt_id}: advantage {_mean(old)} -> {_mean(new)}"
+    if rows and not moved:
+        yield f"  {rows:,} in another row, or place of it, of the same step"
 
 
-async def _feed(groups: list[RecordedGroup], scored: Mapping[str, ScoredTrajectory], channel: Channel[ScoredTrajectory]) -> None:
-    for group in groups:
-        for member in group.members:
-            await channel.put(scored[member.trajectory.rollout_id])
-    channel.close()
+def _line(result: BatchingResult) -> dict[str, Any]:
+    return {"status": result.status, "row": result.row, "advantage_sum": None if result.credit is None else float(result.credit.sum())}
 
 
-async def _drain(rows: Channel[Row | StepEnd]) -> None:
-    async for _ in rows:
-        pass
+def _gap(pair: tuple[RecordedGroup, str, BatchingResult, BatchingResult]) -> float:
+    _, _, old, new = pair
+    if old.advantages is None or new.advantages is None:
+        return 0.0
+    return float(np.abs(old.advantages - new.advantages).max())
+
+
+def _mean(result: BatchingResult) -> str:
+    return "0" if result.credit is None or not len(result.credit) else f"{result.credit.mean():.4g}"
+
+
+def _kind(status: str) -> str:
+    return "step" if status.startswith("step ") else status

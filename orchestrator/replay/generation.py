@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,16 +17,13 @@ import numpy as np
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, write_lines
-from orchestrator.replay.events import Event, in_turns, read_events
-from orchestrator.replay.recorded import read_drawn
-from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
-from orchestrator.replay.recorded_run import RecordedRun
-from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.generation import Generation
+from orchestrator.replay.events import Event, in_turns
+from orchestrator.replay.harness import Harness, as_scored, changed, empty_completion, records
+from orchestrator.replay.recorded import RecordedRun, read_drawn
+from orchestrator.replay.recorded_engines import read_policies, repeat, say
 from orchestrator.stages.prompts import Drawn
-from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Completion, Finish, Generate, Message, Prompt, Sampling
+from pipelinerl.messages import Finish, Generate, Message, Prompt
 from pipelinerl.observe.journal import Journal
 
 SAME_TIME_S = 1.0
@@ -40,7 +35,6 @@ WORTH_SAYING_S = 0.05
 _STATUSES = ("assigned", "filtered", "stale", "failed")
 _SAID = ("admitted", "issued", "lost")
 """Entries that generation writes itself. It admits and issues at once, so no event that it hears lies between."""
-_NOTHING = np.zeros(0, np.int32)
 
 Attempt = tuple[str, int]
 
@@ -59,149 +53,110 @@ class Issue:
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, the engine that each attempt goes to, beside the recorded one."""
-    config, run_folder, folder = recorded.config, recorded.run_folder, recorded.folder
-    if config.environment.function is not None:
+    if recorded.config.environment.function is not None:
         raise ConfigError(
             "generation cannot be replayed: this run has an environment, and of its episodes only the end is recorded, not when each turn"
             " was asked for. The other stages can."
         )
-    kinds = ENGINE_KINDS | {*_STATUSES, *_SAID, "generated", "limit", "evaluation"}
-    events = needed(read_events(run_folder, kinds=kinds), run_folder=run_folder)
-    old = {_attempt(event): _issue(event) for event in events if event.kind == "issued"}
-    with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
-        simulate(_run(config, events, old=old, drawn=_drawn(run_folder, events), ledger=ledger, journal=journal))
+    events = read_policies(recorded.run_folder, kinds=(*_STATUSES, *_SAID, "generated", "limit", "evaluation"))
+    with records(recorded.folder) as (ledger, journal):
+        replay = _Replay(recorded, events)
+        simulate(replay.run(ledger, journal))
         query = "SELECT rollout_id, attempt, t, peer, version FROM events WHERE kind = 'issued' ORDER BY seq"
         new = {(name, attempt): Issue(t=t, peer=peer, version=version) for name, attempt, t, peer, version in ledger.store.read(query)}
-    yield from _say(old, new, path=folder / "generation.jsonl")
-    yield from _not_recorded(config, events)
+    yield from _say(replay.issued, new, path=recorded.folder / "generation.jsonl")
+    num_evaluations = sum(event.kind == "evaluation" for event in events)
+    if num_evaluations:
+        yield f"  not recorded: when engines answered {num_evaluations} evaluations, which fill slots here and there"
+    if recorded.config.prm.is_used:
+        yield "  not recorded: when the process reward model held admission back"
 
 
-async def _run(
-    config: Config, events: list[Event], *, old: dict[Attempt, Issue], drawn: collections.deque[Drawn], ledger: Ledger, journal: Journal
-) -> None:
-    heard = list(in_turns([event for event in events if event.kind not in ("evaluation", "admitted", "lost")], answers=("issued",)))
-    engines = _Answers(old, {_attempt(event): event for event in heard if event.kind == "generated"})
-    side = RecordedEngines(config, journal=journal, told=engines.asked)
-    engines.say = side.engine_hub.say
-    num_siblings = 1 + max((int(name.partition("/")[2]) for name, _ in old), default=0)  # a greedy one included
-    generation = Generation(
-        prompts=side.channels.prompts,
-        completions=side.channels.completions,
-        trajectories=side.channels.generated,
-        engines=side.engines,
-        admission=side.admission,
-        credits=side.credits,
-        ledger=ledger,
-        watch=side.watch,
-        sampling=Sampling(max_tokens=config.rollout.max_tokens, temperature=1.0, stop_token_ids=()),
-        group_size=num_siblings,
-        quarantine=Quarantine({}),
-        next_group_id=min((int(name.partition("/")[0]) for name, _ in old), default=0),
-    )
+class _Replay:
+    """The stage, between recorded engines and what stands in the place of batching: it gives each group's credit back when the group was
+    completed, or once it is complete.
+    """
 
-    def begin(event: Event) -> None:
-        """Begin the stages when all peers are there. The time of each draw is not recorded; there are as many prompts as in the run."""
-        side.hear(event)
-        while drawn:
-            side.channels.prompts.put_now(drawn.popleft())
-
-    steps = _Steps(events, side, num_siblings=num_siblings)
-    around = {
-        "generated": lambda event: None,
-        "limit": functools.partial(_limit, side),
-        "trainer": begin,
-        **dict.fromkeys(_STATUSES, steps.completed),
-    }
-    await run_recorded(
-        heard,
-        hear=lambda event: around.get(event.kind, side.hear)(event),
-        stages=(*side.peers, side.weight_sync, generation, steps),
-        rest_s=1.0,
-    )
-
-
-class _Answers:
-    """The recorded answers of the engines."""
-
-    def __init__(self, issued: dict[Attempt, Issue], answers: dict[Attempt, Event]) -> None:
-        self.say = lambda peer, message: None
-        self._issued = issued
-        self._answers = answers
-        self._last = {name: attempt for name, attempt in sorted(answers)}
+    def __init__(self, recorded: RecordedRun, events: list[Event]) -> None:
+        self._recorded = recorded
+        self.issued = {_attempt(event): _issue(event) for event in events if event.kind == "issued"}
+        self._events = list(
+            in_turns([event for event in events if event.kind not in ("evaluation", "admitted", "lost")], answers=("issued",))
+        )
+        self._answers = {_attempt(event): event for event in self._events if event.kind == "generated"}
+        self._last = {name: attempt for name, attempt in sorted(self._answers)}
         """The attempt that was answered, by rollout."""
+        self._assigned = {_group_of(event.fields["rollout_id"]) for event in events if event.kind == "assigned"}
+        self._num_siblings = 1 + max((int(name.partition("/")[2]) for name, _ in self.issued), default=0)  # a greedy one included
+        self._missing: dict[int, int] = collections.defaultdict(lambda: self._num_siblings)
+        """The siblings of each group that are not generated yet."""
+        self._due: set[int] = set()
+        """Groups that were completed in the run."""
+        self._over: set[int] = set()
 
-    def asked(self, peer: str, message: Message) -> None:
+    async def run(self, ledger: Ledger, journal: Journal) -> None:
+        config = as_scored(changed(self._recorded.config, pipeline={"adaptive_concurrency": False}))
+        self._harness = Harness(config, ledger=ledger, journal=journal, num_siblings=self._num_siblings)
+        self._harness.engine_hub.told = self._asked
+        async with asyncio.TaskGroup() as group:
+            collecting = group.create_task(self._collect())
+            await self._harness.run("weight_sync", "generation", script=repeat(self._events, hear=self._hear))
+            collecting.cancel()
+
+    def _hear(self, event: Event) -> None:
+        parts = self._harness.parts
+        match event.kind:
+            case "generated":
+                pass  # it answers what generation asks
+            case "limit":  # adaptive concurrency set it
+                if self._recorded.config.pipeline.adaptive_concurrency:
+                    parts.admission.max_running = event.fields["max_running"]
+                    parts.credits.set()
+            case "assigned" | "filtered" | "stale" | "failed":
+                group_id = _group_of(event.fields["rollout_id"])
+                self._due.add(group_id)
+                self._give_back(group_id)
+            case _:
+                say(self._harness, event)
+        if event.kind == "trainer":  # it comes last. When each prompt was drawn is not recorded; there are as many as in the run
+            self._draw()
+
+    def _draw(self) -> None:
+        """Give generation the prompts of the recorded groups, without the columns that it does not read."""
+        groups = {_group_of(name) for name, _ in self.issued}
+        for each in read_drawn(self._recorded.run_folder / "ledger.sqlite"):
+            if each.group_id in groups:
+                prompt = Prompt(prompt_id=each.prompt_id, text="", token_ids=np.zeros(0, np.int32))
+                self._harness.channels.prompts.put_now(Drawn(prompt=prompt, position=each.position))
+
+    def _asked(self, peer: str, message: Message) -> None:
+        """Have an engine answer when it did."""
         if not isinstance(message, Generate):
             return
         loop = asyncio.get_running_loop()
         attempt = (message.rollout_id, message.attempt)
-        issued = self._issued.get(attempt)
-        answer = self._answers.get(attempt)
+        issued, answer = self.issued.get(attempt), self._answers.get(attempt)
         if answer is None and (issued is None or issued.peer != peer):  # another engine was asked, which did not end
             attempt = (message.rollout_id, self._last.get(message.rollout_id, -1))
-            issued, answer = self._issued.get(attempt), self._answers.get(attempt)
+            issued, answer = self.issued.get(attempt), self._answers.get(attempt)
         if issued is None or answer is None:
             return
         is_same = abs(issued.t - loop.time()) < SAME_TIME_S
         at_s = answer.t if is_same else loop.time() + answer.t - issued.t
-        nothing = Completion(
-            rollout_id=message.rollout_id,
-            attempt=message.attempt,
-            token_ids=_NOTHING,
-            logprobs=np.zeros(0, np.float32),
-            versions=_NOTHING,
-            finish=Finish(answer.fields["reason"]),
-        )
-        loop.call_at(at_s, self.say, peer, nothing)
+        loop.call_at(at_s, self._harness.engine_hub.say, peer, empty_completion(message, finish=Finish(answer.fields["reason"])))
 
+    async def _collect(self) -> None:
+        async for trajectory in self._harness.channels.generated:
+            self._missing[trajectory.group_id] -= 1
+            self._give_back(trajectory.group_id)
 
-class _Steps:
-    """A stage in the place of batching: it gives a group's credit back when the group was completed, or once it is complete."""
-
-    name = "steps"
-
-    def __init__(self, events: list[Event], side: RecordedEngines, *, num_siblings: int) -> None:
-        placed = {_group_of(event) for event in events if event.kind == "assigned"}
-        self._placed = placed
-        self._side = side
-        self._num_siblings = num_siblings
-        self._num_whole: collections.Counter[int] = collections.Counter()
-        self._due: set[int] = set()
-        self._over: set[int] = set()
-
-    async def run(self) -> None:
-        async for trajectory in self._side.channels.generated:
-            self._num_whole[trajectory.group_id] += 1
-            self._complete(trajectory.group_id)
-
-    def completed(self, event: Event) -> None:
-        self._due.add(_group_of(event))
-        self._complete(_group_of(event))
-
-    def _complete(self, group_id: int) -> None:
-        if group_id not in self._due or group_id in self._over or self._num_whole[group_id] < self._num_siblings:
+    def _give_back(self, group_id: int) -> None:
+        if group_id not in self._due or group_id in self._over or self._missing[group_id] > 0:
             return
         self._over.add(group_id)
-        admission = self._side.admission
-        (admission.assigned if group_id in self._placed else admission.dropped)()
-        self._side.credits.set()
-
-
-def _limit(side: RecordedEngines, event: Event) -> None:
-    """Apply the limit that adaptive concurrency had set."""
-    if side.config.pipeline.adaptive_concurrency:
-        side.admission.max_running = event.fields["max_running"]
-        side.credits.set()
-
-
-def _drawn(run_folder: Path, events: list[Event]) -> collections.deque[Drawn]:
-    """Return the prompts of the recorded groups, without the columns that generation does not read."""
-    groups = {_group_of(event) for event in events if event.kind == "issued"}
-    return collections.deque(
-        Drawn(prompt=Prompt(prompt_id=each.prompt_id, text="", token_ids=_NOTHING), position=each.position)
-        for each in read_drawn(run_folder / "ledger.sqlite")
-        if each.group_id in groups
-    )
+        admission = self._harness.parts.admission
+        (admission.assigned if group_id in self._assigned else admission.dropped)()
+        self._harness.parts.credits.set()
 
 
 def _say(old: dict[Attempt, Issue], new: dict[Attempt, Issue], *, path: Path) -> Iterator[str]:
@@ -227,16 +182,8 @@ def _say(old: dict[Attempt, Issue], new: dict[Attempt, Issue], *, path: Path) ->
     )
 
 
-def _not_recorded(config: Config, events: list[Event]) -> Iterator[str]:
-    num_evaluations = sum(event.kind == "evaluation" for event in events)
-    if num_evaluations:
-        yield f"  not recorded: when engines answered {num_evaluations} evaluations, which fill slots here and there"
-    if config.prm.is_used:
-        yield "  not recorded: when the process reward model held admission back"
-
-
-def _group_of(event: Event) -> int:
-    return int(event.fields["rollout_id"].partition("/")[0])
+def _group_of(rollout_id: str) -> int:
+    return int(rollout_id.partition("/")[0])
 
 
 def _attempt(event: Event) -> Attempt:

@@ -13,22 +13,28 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from orchestrator.channels import Channels, make_channels
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.peers.prm import Prm
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, write_lines
-from orchestrator.replay.recorded import read_recording
-from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
-from orchestrator.replay.recorded_run import RecordedRun
-from orchestrator.stages.prm import PrmScoring, early_stopping
+from orchestrator.replay.harness import Harness, empty_completion, records
+from orchestrator.replay.recorded import RecordedRun, read_recording
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import Generate, Message, PrmReady, Sampling, ScoredTrajectory, StepsScored, Tokens, TraceScores, TraceTokens
-from pipelinerl.runtime.stage import Signal
-from pipelinerl.runtime.watch import Watch
+from pipelinerl.messages import (
+    Cancel,
+    EngineReady,
+    Finish,
+    Generate,
+    Message,
+    PrmReady,
+    Sampling,
+    ScoredTrajectory,
+    StepsScored,
+    Tokens,
+    TraceScores,
+    TraceTokens,
+)
 
-_MODEL = "scorer-1"
+_ENGINE, _MODEL = "engine-0", "scorer-1"
 _ANSWERED_S = 1e-3
 """Simulated seconds in which every message is heard and answered."""
 
@@ -62,12 +68,11 @@ class Rescored:
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield the differences, line by line. Raises `LedgerError` where no step scores are recorded."""
-    config, run_folder = recorded.config, recorded.run_folder
     groups = read_recording(recorded.ledger_path).groups
     members = [member for group in groups for member in group.members if member.steps is not None]
     if not members:
-        raise LedgerError(f"{run_folder} has no recorded step scores: it had no process reward model, or run.record_groups was 0")
-    followed: list[Rescored] = simulate(_Replay(config, members).run())
+        raise LedgerError(f"{recorded.run_folder} has no recorded step scores: it had no process reward model, or run.record_groups was 0")
+    followed: list[Rescored] = simulate(_follow(recorded, members))
     write_lines(recorded.folder / "prm.jsonl", map(_line, followed))
     newly = [one for one in followed if one.is_stopped and not one.was_stopped]
     no_more = [one for one in followed if one.was_stopped and not one.is_stopped]
@@ -84,83 +89,72 @@ def run(recorded: RecordedRun) -> Iterator[str]:
         yield f"  rollout {one.recorded.trajectory.rollout_id}: {_told(one.recorded)} -> {_told(one.now)}"
 
 
-class _Replay:
-    """The stage, between an engine and a model that only give recorded answers."""
+async def _follow(recorded: RecordedRun, members: list[ScoredTrajectory]) -> list[Rescored]:
+    with records(recorded.folder) as (ledger, journal):
+        harness = Harness(recorded.config, ledger=ledger, journal=journal)
+        replay = _Replay(harness, members, config=recorded.config)
+        return await harness.run("prm", script=replay.run())
 
-    def __init__(self, config: Config, members: list[ScoredTrajectory]) -> None:
-        watch = Watch(stall_limit_s=UNLIMITED_S)
+
+class _Replay:
+    """An engine and a process reward model that only give recorded answers."""
+
+    def __init__(self, harness: Harness, members: list[ScoredTrajectory], *, config: Config) -> None:
+        self._harness = harness
         self._members = members
         self._steps = {member.trajectory.rollout_id: member.steps for member in members}
         self._chunk_tokens = config.prm.chunk_tokens
-        self._hub = RecordedHub(told=lambda peer, message: self._answer(message))
-        self._peers = self._hub.peers("scorer")
-        self._channels: Channels = make_channels(watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, has_prm=True)
-        self._writing: str | None = None
-        """The rollout that is being written, until it is complete or withdrawn."""
-        self._ledger = Ledger(None)
-        self._stage = PrmScoring(
-            generated=self._channels.generated,
-            trajectories=self._channels.trajectories,
-            scored=self._channels.scored,
-            prm_scored=self._channels.prm_scored,
-            prm=Prm(self._peers),
-            ledger=self._ledger,
-            watch=watch,
-            credits=Signal(),
-            max_waiting_tokens=config.prm.max_waiting_tokens,
-            stopping=early_stopping(config, engines=self),
-        )
+        self._is_withdrawn = False
+        """True where the rollout that is being written is to end."""
+        harness.scorer_hub.told = lambda peer, message: self._score(message)
+        harness.engine_hub.told = lambda peer, message: self._hear(message)
 
     async def run(self) -> list[Rescored]:
-        self._hub.say(_MODEL, PrmReady(prm_id=1, process_id=1, version="recorded"))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(task.run()) for task in (self._peers, self._stage)]
-            followed = [await self._replay_one(member) for member in self._members]
-            for task in tasks:
-                task.cancel()
-        self._ledger.close()
-        return followed
-
-    def owes(self, rollout_id: str, attempt: int) -> bool:
-        """Return whether a rollout is still being written, as engines do."""
-        return self._writing == rollout_id
-
-    def withdraw(self, rollout_id: str, attempt: int) -> None:
-        """Stop writing a rollout, as engines do."""
-        self._writing = None
+        ready = EngineReady(engine_id=0, process_id=1, version=0, max_model_tokens=1 << 30, max_running=1, tensors=())
+        self._harness.engine_hub.say(_ENGINE, ready)
+        self._harness.scorer_hub.say(_MODEL, PrmReady(prm_id=1, process_id=1, version="recorded"))
+        await asyncio.sleep(_ANSWERED_S)
+        return [await self._replay_one(member) for member in self._members]
 
     async def _replay_one(self, member: ScoredTrajectory) -> Rescored:
-        trajectory = member.trajectory
+        channels, trajectory = self._harness.channels, member.trajectory
         num_written = await self._write(member)
-        self._writing = None
-        await self._channels.generated.put(trajectory)
+        await channels.generated.put(trajectory)
         await asyncio.sleep(_ANSWERED_S)
-        if self._channels.trajectories.get_now() is not None:  # not one that was stopped, which nobody scores
-            await self._channels.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
-        now = await self._channels.prm_scored.get()
+        if channels.trajectories.get_now() is not None:  # not one that was stopped, which nobody scores
+            await channels.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
+        now = await channels.prm_scored.get()
         assert now is not None, "nobody closes the channel"
         return Rescored(recorded=member, now=now, num_written=num_written)
 
     async def _write(self, member: ScoredTrajectory) -> int:
-        """Have an engine write a rollout, until it is withdrawn; return the number of tokens written by then."""
+        """Have the engine write a rollout, until it is withdrawn; return the number of tokens written by then."""
         trajectory, num_prompt = member.trajectory, len(member.trajectory.prompt.token_ids)
         name, attempt = trajectory.rollout_id, trajectory.attempt
         sampled = trajectory.token_ids[num_prompt:]
         request = Generate(
             rollout_id=name, attempt=attempt, token_ids=trajectory.token_ids[:num_prompt], sampling=Sampling(max_tokens=len(sampled))
         )
-        self._writing = name
+        self._is_withdrawn, num_written = False, len(sampled)
+        self._harness.parts.engines.requests.ask(request, 0, sink=lambda completion, engine_id: None, lost=lambda engine_id: None)
         was_stopped = member.early_stop is not None and member.early_stop.stops
         # The last chunk comes with the whole rollout; of one that was stopped, all that is recorded came before.
         for start in range(0, len(sampled) if was_stopped else len(sampled) - self._chunk_tokens, self._chunk_tokens):
             part = sampled[start : start + self._chunk_tokens]
-            self._stage.take(request, Tokens(rollout_id=name, attempt=attempt, start=start, token_ids=part))
+            self._harness.engine_hub.say(_ENGINE, Tokens(rollout_id=name, attempt=attempt, start=start, token_ids=part))
             await asyncio.sleep(_ANSWERED_S)
-            if self._writing is None:
-                return start + len(part)
-        return len(sampled)
+            if self._is_withdrawn:
+                num_written = start + len(part)
+                break
+        self._harness.engine_hub.say(_ENGINE, empty_completion(request, finish=Finish.STOP))
+        await asyncio.sleep(_ANSWERED_S)
+        return num_written
 
-    def _answer(self, message: Message) -> None:
+    def _hear(self, message: Message) -> None:
+        """Stop writing where the engine is told to."""
+        self._is_withdrawn |= isinstance(message, Cancel)
+
+    def _score(self, message: Message) -> None:
         """Answer tokens with the recorded scores of the steps that they complete."""
         if not isinstance(message, TraceTokens):
             return
@@ -180,7 +174,7 @@ class _Replay:
             is_last=message.is_last,
             version=steps.version,
         )
-        self._hub.say(_MODEL, answer)
+        self._harness.scorer_hub.say(_MODEL, answer)
 
 
 def _num_sampled(member: ScoredTrajectory) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.data.sources import prompts_of
 from orchestrator.replay.differences import SHOWN
-from orchestrator.replay.recorded import Drawn, read_drawn
-from orchestrator.replay.recorded_run import RecordedRun
+from orchestrator.replay.recorded import Drawn, RecordedRun, read_drawn
 from orchestrator.stages.prompts import Source
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 

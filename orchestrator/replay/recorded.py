@@ -1,4 +1,4 @@
-"""Completed groups as a ledger holds them: the input and the output of stages."""
+"""A recorded run: the completed groups, the prompts and the closed steps in its ledger, which are what stages are given and have given."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import collections
 import contextlib
 import dataclasses
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
+from orchestrator.ledger.snapshot import with_prompt
 from orchestrator.rollouts.rows import StepEnd
+from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Float32, Prompt, ScoredTrajectory
 from pipelinerl.transport.codec import Decoder
@@ -29,10 +30,13 @@ class BatchingResult:
     advantages: Float32 | None
     """[L] float32; None where it does not train."""
 
+    stopped_step: int | None = None
+    """The step in which it counts as a sample although it was stopped early; None where it was not, or its group is in no step."""
+
     @property
-    def is_stopped(self) -> bool:
-        """The rollout was stopped early, and counts in the step of its group."""
-        return self.status == "filtered: stopped early"
+    def credit(self) -> Float32 | None:
+        """The advantages that are not zero."""
+        return None if self.advantages is None else self.advantages[self.advantages != 0]
 
     @property
     def step(self) -> int | None:
@@ -87,6 +91,32 @@ class Drawn:
     """The position (epoch, row) of the source after the draw."""
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RecordedRun:
+    """The run under replay, and the new results of replayed stages in place of the recorded ones."""
+
+    config: Config
+    """The run's settings, some of them changed."""
+    run_folder: Path
+    folder: Path
+    """The folder for the results of the replay."""
+    ledger_path: Path
+    """The run's own ledger, or the one that batching has written."""
+    scored: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
+    """The results of scoring, by rollout; empty where it was not replayed."""
+    _recordings: dict[Path, Recording] = dataclasses.field(default_factory=dict)
+
+    @property
+    def recording(self) -> Recording:
+        """The groups in the ledger. Raises `LedgerError` where there are none."""
+        if self.ledger_path not in self._recordings:
+            self._recordings = {self.ledger_path: read_recording(self.ledger_path)}
+        recording = self._recordings[self.ledger_path]
+        if not recording.groups:
+            raise LedgerError(f"{self.run_folder} has no recorded group: none was completed yet, or run.record_groups was 0")
+        return recording
+
+
 _trajectories: Decoder[ScoredTrajectory] = Decoder(ScoredTrajectory)
 _prompts: Decoder[Prompt] = Decoder(Prompt)
 
@@ -102,21 +132,27 @@ def read_recording(path: Path) -> Recording:
         }
         members: dict[int, list[ScoredTrajectory]] = collections.defaultdict(list)
         results: dict[int, dict[str, BatchingResult]] = collections.defaultdict(dict)
-        samples = "SELECT group_id, rollout_id, scored, step, row, position, advantages FROM samples JOIN trajectories USING (rollout_id)"
-        for group_id, rollout_id, scored, step, row, position, advantages in database.execute(samples):
+        columns = "group_id, rollout_id, scored, step, row, position, advantages, stopped_step"
+        for group_id, rollout_id, scored, step, row, position, advantages, stopped_step in database.execute(
+            f"SELECT {columns} FROM samples JOIN trajectories USING (rollout_id)"
+        ):
             members[group_id].append(_trajectories.decode(scored))
             results[group_id][rollout_id] = BatchingResult(
                 status=f"step {step}" if step is not None else statuses.get(rollout_id, "in flight"),
                 row=None if row is None else (row, position),
                 advantages=None if advantages is None else np.frombuffer(advantages, np.float32),
+                stopped_step=stopped_step,
             )
         sizes = dict(database.execute("SELECT group_id, count(*) FROM events WHERE kind = 'admitted' GROUP BY group_id"))
-        query = "SELECT number, group_id, step, prompt FROM groups WHERE number IS NOT NULL"
-        groups = [
-            _recorded_group(number, group_id, step, _prompts.decode(prompt), members[group_id], results[group_id])
-            for number, group_id, step, prompt in database.execute(f"{query} ORDER BY number")
-            if len(members[group_id]) == sizes[group_id]
-        ]
+        groups: list[RecordedGroup] = []
+        query = "SELECT number, group_id, step, prompt FROM groups WHERE number IS NOT NULL ORDER BY number"
+        for number, group_id, step, encoded in database.execute(query):
+            if len(members[group_id]) == sizes[group_id]:
+                prompt = _prompts.decode(encoded)
+                siblings = sorted(members[group_id], key=lambda member: member.trajectory.sibling)
+                whole = tuple(with_prompt(member, prompt) for member in siblings)
+                group = RecordedGroup(number=number, group_id=group_id, step=step, prompt=prompt, members=whole, results=results[group_id])
+                groups.append(group)
         return Recording(groups=groups, num_completed=database.execute("SELECT count(*) FROM completed").fetchone()[0])
 
 
@@ -144,16 +180,6 @@ def read_closed_steps(path: Path) -> dict[int, StepEnd]:
             step: StepEnd(step=step, num_tokens=num_tokens, num_samples=num_samples, commit=f"{ledger_id}:{seq}")
             for step, num_tokens, num_samples, seq in database.execute(query)
         }
-
-
-def _recorded_group(
-    number: int, group_id: int, step: int, prompt: Prompt, members: Sequence[ScoredTrajectory], results: dict[str, BatchingResult]
-) -> RecordedGroup:
-    whole = [
-        msgspec.structs.replace(member, trajectory=msgspec.structs.replace(member.trajectory, prompt=prompt))
-        for member in sorted(members, key=lambda member: member.trajectory.sibling)
-    ]
-    return RecordedGroup(number=number, group_id=group_id, step=step, prompt=prompt, members=tuple(whole), results=results)
 
 
 @contextlib.contextmanager

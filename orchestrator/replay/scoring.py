@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from orchestrator.channels import Channels, make_channels
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.peers.peers import Peers
-from orchestrator.peers.scorers import Scorers
-from orchestrator.replay.differences import compare_scores
-from orchestrator.replay.recorded import RecordedGroup
-from orchestrator.replay.recorded_run import RecordedRun
-from orchestrator.rules.grouping import Grouping
-from orchestrator.rules.quarantine import Quarantine
-from orchestrator.stages.group_rewards import GroupRewards
-from orchestrator.stages.scoring import Scoring
+from orchestrator.replay.differences import SHOWN, TOLERANCE, write_lines
+from orchestrator.replay.harness import Harness, records, without_prm
+from orchestrator.replay.recorded import RecordedGroup, RecordedRun
 from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
-from pipelinerl.errors import PeerGone
-from pipelinerl.messages import FromScorer, Outcome, ScoredTrajectory, Stop
+from pipelinerl.data.tokenizer import load_tokenizer
+from pipelinerl.errors import PeerGone, PeerRefused
+from pipelinerl.messages import Failed, FromScorer, Outcome, Score, ScoredTrajectory, Stop
 from pipelinerl.runtime.process import die_with_parent
-from pipelinerl.runtime.stage import Stage
-from pipelinerl.runtime.watch import Watch, wait_for
+from pipelinerl.runtime.watch import wait_for
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 
@@ -42,116 +37,66 @@ END_S = 10.0
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, how new scores differ from those recorded; batching takes the new ones."""
     config, groups = recorded.config, recorded.recording.groups
-    with Progress(console=Console(stderr=True), transient=True) as bar, contextlib.closing(Ledger(None)) as ledger:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("scoring", total=sum(len(group.members) for group in groups))
         told: Callable[[int], None] = lambda done: bar.update(task, completed=done)  # noqa: E731
-        recorded.scored = asyncio.run(replay_scoring(config, groups, folder=recorded.folder, ledger=ledger, told=told))
-    yield from compare_scores(groups, recorded.scored, path=recorded.folder / "scoring.jsonl", model_path=config.model.path)
+        recorded.scored = asyncio.run(_score_again(config, groups, folder=recorded.folder, told=told))
+    yield from _compare(groups, recorded.scored, path=recorded.folder / "scoring.jsonl", model_path=config.model.path)
 
 
-async def replay_scoring(
-    config: Config, groups: list[RecordedGroup], *, folder: Path, ledger: Ledger, told: Callable[[int], None]
+async def _score_again(
+    config: Config, groups: list[RecordedGroup], *, folder: Path, told: Callable[[int], None]
 ) -> dict[str, ScoredTrajectory]:
     """Have the rewards of `config` score every rollout; by rollout. `told` hears how many are done.
 
-    Step scores are taken over, and so are the rollouts that were stopped early, which nobody scores.
-
-    `folder` becomes a run folder. Raises what the scorer raises, for example for a function it cannot load.
+    Step scores are taken over, and so are the rollouts that were stopped early, which nobody scores. `folder` becomes a run folder.
+    Raises what the scorer raises, for example for a function it cannot load.
     """
     write_run(folder, config)
     make_keys(folder, ("scorer-0",))
-    hub = ZmqHub(folder, "scorer", accepts=FromScorer)
-    process = await _start_scorer(folder)
-    try:
-        return await _score(config, groups, hub=hub, process=process, ledger=ledger, told=told)
-    finally:
-        try:
-            await asyncio.wait_for(process.wait(), END_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-        hub.close()
-
-
-async def _score(
-    config: Config,
-    groups: list[RecordedGroup],
-    *,
-    hub: ZmqHub,
-    process: asyncio.subprocess.Process,
-    ledger: Ledger,
-    told: Callable[[int], None],
-) -> dict[str, ScoredTrajectory]:
-    watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
-    limit_s = config.engine.ready_deadline_s
-    silent_after_s = config.scorer.silent_after_s
-    peers = Peers(hub, role="scorer", expected=1, ready_deadline_s=limit_s, silent_after_s=silent_after_s, failure_ends_run=True)
-    scorers = Scorers(peers, expected=1, ledger=ledger, watch=watch, quarantine=Quarantine({}))
-    channels = make_channels(
-        watch=watch, queue_bytes=config.pipeline.queue_bytes, num_policies=1, compares_siblings=config.compares_siblings
-    )
-    stages = _stages(config, channels, group_size=len(groups[0].members), scorers=scorers, ledger=ledger)
+    recorded = {member.trajectory.rollout_id: member for group in groups for member in group.members}
     found: dict[str, ScoredTrajectory] = {}
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each.run()) for each in (peers, *stages)]
-        tasks.append(group.create_task(_notice_end(process, folder_log="replay/logs/scorer-0.log")))
-        try:
-            await wait_for(scorers.wait_until_ready(), peer="scorer-0", what="to load the rewards", deadline_s=limit_s)
-            tasks.append(group.create_task(watch.run()))
-            tasks.append(group.create_task(_feed(groups, channels, ledger)))
-            await _collect(groups, channels, found=found, told=told)
-        finally:
-            peers.dismiss(Stop(reason="replayed"))
-            for task in tasks:
-                task.cancel()
+    async with _scorer(folder) as (hub, process):
+        with records(folder) as (ledger, journal):
+            harness = Harness(without_prm(config), ledger=ledger, journal=journal, num_siblings=len(groups[0].members), scorer_hub=hub)
+            parts, channels = harness.parts, harness.channels
+            parts.scorers.peers.on(Failed, _raise_failed)
+
+            async def feed() -> None:
+                for member in recorded.values():
+                    if member.score.outcome is Outcome.STOPPED:
+                        ledger.record_score(member, now_s=asyncio.get_running_loop().time())
+                        await channels.scored.put(member)
+                    else:
+                        await channels.trajectories.put(member.trajectory)
+
+            async def script() -> None:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(_notice_end(process))]
+                    deadline_s = config.engine.ready_deadline_s
+                    await wait_for(parts.scorers.wait_until_ready(), peer="scorer-0", what="to load the rewards", deadline_s=deadline_s)
+                    tasks += [group.create_task(parts.watch.run()), group.create_task(feed())]
+                    while len(found) < len(recorded):
+                        scored = await channels.group_scored.get()
+                        assert scored is not None, "nobody closes the channel"
+                        name = scored.trajectory.rollout_id
+                        found[name] = msgspec.structs.replace(recorded[name], score=scored.score)
+                        told(len(found))
+                    for task in tasks:
+                        task.cancel()
+
+            await harness.run("scoring", "group_rewards", script=script())
     return found
 
 
-def _stages(config: Config, channels: Channels, *, group_size: int, scorers: Scorers, ledger: Ledger) -> list[Stage]:
-    stages: list[Stage] = [
-        Scoring(trajectories=channels.trajectories, scored=channels.scored, scorers=scorers, ledger=ledger),
-    ]
-    if config.compares_siblings:
-        stages.append(
-            GroupRewards(
-                scored=channels.prm_scored,
-                group_scored=channels.group_scored,
-                scorers=scorers,
-                ledger=ledger,
-                grouping=Grouping(group_size=group_size),
-                min_group_size=config.batch.min_group_size,
-            )
-        )
-    return stages
-
-
-async def _feed(groups: list[RecordedGroup], channels: Channels, ledger: Ledger) -> None:
-    for group in groups:
-        for member in group.members:
-            if member.score.outcome is Outcome.STOPPED:
-                ledger.record_score(member, now_s=asyncio.get_running_loop().time())
-                await channels.scored.put(member)
-            else:
-                await channels.trajectories.put(member.trajectory)
-
-
-async def _collect(
-    groups: list[RecordedGroup], channels: Channels, *, found: dict[str, ScoredTrajectory], told: Callable[[int], None]
-) -> None:
-    recorded = {member.trajectory.rollout_id: member for group in groups for member in group.members}
-    while len(found) < len(recorded):
-        scored = await channels.group_scored.get()
-        assert scored is not None, "nobody closes the channel"
-        name = scored.trajectory.rollout_id
-        found[name] = msgspec.structs.replace(recorded[name], score=scored.score)
-        told(len(found))
-
-
-async def _start_scorer(folder: Path) -> asyncio.subprocess.Process:
+@contextlib.asynccontextmanager
+async def _scorer(folder: Path) -> AsyncIterator[tuple[ZmqHub, asyncio.subprocess.Process]]:
+    """Start a scorer, and end it at the end."""
+    hub = ZmqHub(folder, "scorer", accepts=FromScorer)
     (folder / "logs").mkdir(exist_ok=True)
     log = os.open(folder / "logs" / "scorer-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pipelinerl.rewards", "--run-folder", str(folder), "--index", "0"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
@@ -162,8 +107,94 @@ async def _start_scorer(folder: Path) -> asyncio.subprocess.Process:
         )
     finally:
         os.close(log)
+    try:
+        yield hub, process
+    finally:
+        hub.dismiss(Stop(reason="replayed"))
+        try:
+            await asyncio.wait_for(process.wait(), END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        hub.close()
 
 
-async def _notice_end(process: asyncio.subprocess.Process, *, folder_log: str) -> None:
+async def _notice_end(process: asyncio.subprocess.Process) -> None:
     code = await process.wait()
-    raise PeerGone(f"the scorer ended with code {code} before everything was scored: see {folder_log} in the run's folder")
+    raise PeerGone(f"the scorer ended with code {code} before everything was scored: see replay/logs/scorer-0.log in the run's folder")
+
+
+def _raise_failed(peer: str, failed: Failed) -> None:
+    raise PeerRefused(f"{peer} failed: {failed.error}")
+
+
+def _compare(groups: list[RecordedGroup], again: dict[str, ScoredTrajectory], *, path: Path, model_path: Path) -> Iterator[str]:
+    """Write old and new scores of every rollout to `path`; yield the summary, line by line."""
+    tokenizer = load_tokenizer(model_path)
+    pairs = [(group, member, again[member.trajectory.rollout_id].score) for group in groups for member in group.members]
+    changed = [pair for pair in pairs if not _same_score(pair[1].score, pair[2])]
+    write_lines(path, (_score_line(group, member, new, tokenizer) for group, member, new in pairs))
+    yield f"scoring: {len(pairs):,} rollouts, {len(pairs) - len(changed):,} as recorded, {len(changed):,} differ"
+    if not pairs:
+        return
+    yield from _means([member.score for _, member, _ in pairs], [new for _, _, new in pairs])
+    moves = collections.Counter((str(member.score.outcome), str(new.outcome)) for _, member, new in pairs)
+    for (old, new), count in sorted(moves.items()):
+        if old != new:
+            yield f"  outcome {old} -> {new}: {count:,}"
+    for group, member, new in sorted(changed, key=_size_of_change, reverse=True)[:SHOWN]:
+        text = tokenizer.decode(member.trajectory.token_ids[len(group.prompt.token_ids) :])
+        name = f"rollout {member.trajectory.rollout_id}, prompt {group.prompt.prompt_id}"
+        yield f"  {name}: {_said(member.score)} -> {_said(new)}   {text[-60:]!r}"
+
+
+def _same_score(old: Score, new: Score) -> bool:
+    """Return whether two scores say the same."""
+    if old.outcome is not new.outcome or old.components.keys() != new.components.keys():
+        return False
+    numbers = [(old.reward or 0.0, new.reward or 0.0), *((old.components[name], new.components[name]) for name in old.components)]
+    return all(abs(before - after) <= TOLERANCE for before, after in numbers)
+
+
+def _means(old: list[Score], new: list[Score]) -> Iterator[str]:
+    def mean(values: list[float]) -> str:
+        return f"{np.mean(values):.4g}" if values else "none"
+
+    yield f"  reward, mean: {mean(_rewards(old))} -> {mean(_rewards(new))}"
+    for name in dict.fromkeys(name for score in (*old, *new) for name in score.components):
+        before, after = ([score.components[name] for score in side if name in score.components] for side in (old, new))
+        yield f"  component {name}, mean: {mean(before)} -> {mean(after)}"
+    yield f"  ms for one, mean: {np.mean([s.duration_s for s in old]) * 1e3:.3g} -> {np.mean([s.duration_s for s in new]) * 1e3:.3g}"
+
+
+def _rewards(scores: list[Score]) -> list[float]:
+    return [score.reward for score in scores if score.reward is not None]
+
+
+def _size_of_change(pair: tuple[RecordedGroup, ScoredTrajectory, Score]) -> float:
+    _, member, new = pair
+    if member.score.reward is None or new.reward is None:
+        return float("inf")
+    return abs(member.score.reward - new.reward)
+
+
+def _said(score: Score) -> str:
+    return f"{score.reward:.4g}" if score.outcome is Outcome.OK else f"{score.outcome} ({score.error[:80]})"
+
+
+def _score_line(group: RecordedGroup, member: ScoredTrajectory, new: Score, tokenizer: Any) -> dict[str, Any]:
+    completion = tokenizer.decode(member.trajectory.token_ids[len(group.prompt.token_ids) :])
+    return {
+        "rollout_id": member.trajectory.rollout_id,
+        "prompt_id": group.prompt.prompt_id,
+        "step": group.step,
+        "is_same": _same_score(member.score, new),
+        "old": _score(member.score),
+        "new": _score(new),
+        "prompt": group.prompt.text,
+        "completion": completion,
+    }
+
+
+def _score(score: Score) -> dict[str, Any]:
+    return {"outcome": str(score.outcome), "reward": score.reward, "components": score.components, "error": score.error}

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-from orchestrator.channels import make_channels
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.observe.progress import Progress
-from orchestrator.recovery.open_steps import OpenSteps
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, write_lines
-from orchestrator.replay.recorded import Recording, read_closed_steps
-from orchestrator.replay.recorded_peers import UNLIMITED_S, RecordedHub
-from orchestrator.replay.recorded_run import RecordedRun
+from orchestrator.replay.harness import Harness, as_scored, changed, records
+from orchestrator.replay.recorded import RecordedRun, Recording, read_closed_steps
 from orchestrator.rollouts.rows import Row, StepEnd
-from orchestrator.stages.training import Training
+from pipelinerl.config import Config, Mode
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Message, MicroBatch, Sample, StepClosed, TakeMicroBatch, TrainerReady
-from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.stage import Channel
-from pipelinerl.runtime.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,26 +28,26 @@ class Received:
     closed: StepClosed
 
 
+Pulled = dict[tuple[int, int], Received]
+"""By step and replica."""
+
+
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, what the replicas of `config` receive of the closed steps that are recorded complete. Raises `LedgerError`."""
-    config, recording, ledger_path, folder = recorded.config, recorded.recording, recorded.ledger_path, recorded.folder
-    closed_steps = read_closed_steps(ledger_path)
+    config, recording, folder = recorded.config, recorded.recording, recorded.folder
+    closed_steps = read_closed_steps(recorded.ledger_path)
     rows = {step: samples for step, samples in _rows_of(recording).items() if step in closed_steps}
     if not rows:
-        raise LedgerError(f"no closed step of {ledger_path} is recorded whole: see run.record_groups")
-    num_replicas = config.trainer.layout.replicas
-    with contextlib.closing(Journal(folder, "orchestrator")) as journal, contextlib.closing(Ledger(None)) as ledger:
-        received: dict[tuple[int, int], Received] = simulate(
-            _run(num_replicas, rows, closed_steps=closed_steps, ledger=ledger, journal=journal)
-        )
+        raise LedgerError(f"no closed step of {recorded.ledger_path} is recorded whole: see run.record_groups")
+    received: Pulled = simulate(_train(rows, config=config, closed_steps=closed_steps, folder=folder))
     write_lines(folder / "training.jsonl", (_line(*key, batch) for key, one in received.items() for batch in one.batches))
-    stopped = collections.Counter(group.step for group in recording.groups for name in group.results if group.results[name].is_stopped)
+    stopped = collections.Counter(result.stopped_step for group in recording.groups for result in group.results.values())
+    num_replicas, num_rows = config.trainer.layout.replicas, sum(map(len, rows.values()))
     wrong = [
         problem
         for step in rows
         for problem in _problems(step, rows[step], closed_steps[step], received, num_stopped=stopped[step], num_replicas=num_replicas)
     ]
-    num_rows = sum(map(len, rows.values()))
     yield (
         f"training: steps {min(rows)} to {max(rows)}, {num_rows:,} rows to {num_replicas} replicas;"
         f" {len(wrong):,} differ from what batching recorded"
@@ -82,65 +73,49 @@ def _rows_of(recording: Recording) -> dict[int, list[list[Sample]]]:
     }
 
 
-async def _run(
-    num_replicas: int, rows: dict[int, list[list[Sample]]], *, closed_steps: dict[int, StepEnd], ledger: Ledger, journal: Journal
-) -> dict[tuple[int, int], Received]:
-    replicas: dict[str, asyncio.Queue[Message]] = collections.defaultdict(asyncio.Queue)
-    trainer = RecordedHub(told=lambda peer, message: replicas[peer].put_nowait(message))
-    watch = Watch(stall_limit_s=UNLIMITED_S)
-    channels = make_channels(watch=watch, queue_bytes=sys.maxsize, num_policies=1)  # all of it is in memory already
-    first = min(rows)
-    peers = trainer.peers("trainer")
-    training = Training(
-        rows=channels.rows,
-        published=channels.published,
-        trainer=peers,
-        num_replicas=num_replicas,
-        num_steps=max(rows) + 1,
-        holds_batches=False,
-        ledger=ledger,
-        progress=Progress(journal=journal, started_s=0.0),
-        watch=watch,
-        steps=OpenSteps(ledger, num_booked=first),
-    )
-    commit = ledger.close_step(first - 1, num_rows=0, num_tokens=0, num_samples=0, now_s=0.0)
-    for replica in range(num_replicas):
-        trainer.say(
-            f"trainer-{replica}", TrainerReady(replica=replica, num_replicas=num_replicas, process_id=1, version=first, commit=commit)
-        )
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in (peers.run(), training.run(), _feed(rows, closed_steps, channels.rows))]
-        received = {(step, replica): await _pull(trainer, replicas, replica, step) for step in rows for replica in range(num_replicas)}
-        for task in tasks:
-            task.cancel()
-    return received
+async def _train(rows: dict[int, list[list[Sample]]], *, config: Config, closed_steps: dict[int, StepEnd], folder: Path) -> Pulled:
+    """Have replicas pull every step, one after the other, as fast as they may."""
+    first, num_replicas = min(rows), config.trainer.layout.replicas
+    config = changed(as_scored(config), pipeline={"mode": Mode.STREAMING}, trainer={"steps": max(rows) + 1})  # no batch waits for a policy
+    with records(folder) as (ledger, journal):
+        ledger.record("done", now_s=0.0, step=first - 1)
+        commit = ledger.close_step(first - 1, num_rows=0, num_tokens=0, num_samples=0, now_s=0.0)
+        harness = Harness(config, ledger=ledger, journal=journal)
+        hub, answers = harness.trainer_hub, collections.defaultdict[str, asyncio.Queue[Message]](asyncio.Queue)
+        hub.told = lambda peer, message: answers[peer].put_nowait(message)
+        for replica in range(num_replicas):
+            ready = TrainerReady(replica=replica, num_replicas=num_replicas, process_id=1, version=first, commit=commit)
+            hub.say(f"trainer-{replica}", ready)
 
+        async def feed() -> None:
+            for step, packed in rows.items():
+                for samples in packed:
+                    await harness.channels.rows.put(Row(step=step, samples=tuple(samples)))
+                await harness.channels.rows.put(closed_steps[step])
 
-async def _feed(rows: dict[int, list[list[Sample]]], closed_steps: dict[int, StepEnd], channel: Channel[Row | StepEnd]) -> None:
-    for step, packed in rows.items():
-        for samples in packed:
-            await channel.put(Row(step=step, samples=tuple(samples)))
-        await channel.put(closed_steps[step])
+        async def pull(step: int, replica: int) -> Received:
+            batches: list[MicroBatch] = []
+            while True:
+                hub.say(f"trainer-{replica}", TakeMicroBatch(replica=replica, step=step, index=len(batches)))
+                answer = await answers[f"trainer-{replica}"].get()
+                if isinstance(answer, StepClosed):
+                    return Received(batches=batches, closed=answer)
+                assert isinstance(answer, MicroBatch), "a pull has two answers"
+                batches.append(answer)
 
+        async def script() -> Pulled:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(feed())
+                return {(step, replica): await pull(step, replica) for step in rows for replica in range(num_replicas)}
 
-async def _pull(trainer: RecordedHub, replicas: dict[str, asyncio.Queue[Message]], replica: int, step: int) -> Received:
-    """Pull rows like a replica, until the step is closed."""
-    peer = f"trainer-{replica}"
-    batches: list[MicroBatch] = []
-    while True:
-        trainer.say(peer, TakeMicroBatch(replica=replica, step=step, index=len(batches)))
-        answer = await replicas[peer].get()
-        if isinstance(answer, StepClosed):
-            return Received(batches=batches, closed=answer)
-        assert isinstance(answer, MicroBatch), "a pull has two answers"
-        batches.append(answer)
+        return await harness.run("training", script=script())
 
 
 def _problems(
     step: int,
     rows: list[list[Sample]],
     end: StepEnd,
-    received: dict[tuple[int, int], Received],
+    received: Pulled,
     *,
     num_stopped: int,
     num_replicas: int,
@@ -168,7 +143,7 @@ def _problems(
                 yield f"step {step}: its end says {what} {one} to replica {replica}, its rows hold {other}"
 
 
-def _balance(received: dict[tuple[int, int], Received], *, num_replicas: int) -> Iterator[str]:
+def _balance(received: Pulled, *, num_replicas: int) -> Iterator[str]:
     """Yield how even the replicas' work is: they go in waves, so each wave is as long as its longest row."""
     tokens = collections.defaultdict(lambda: np.zeros(num_replicas, np.int64))
     for (step, replica), one in received.items():

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
-import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import write_lines
-from orchestrator.replay.events import Event, read_events
-from orchestrator.replay.recorded_peers import ENGINE_KINDS, RecordedEngines, needed, run_recorded
-from orchestrator.replay.recorded_run import RecordedRun
-from pipelinerl.config import Config
-from pipelinerl.messages import StageWeights
-from pipelinerl.observe.journal import Journal
+from orchestrator.replay.events import Event
+from orchestrator.replay.harness import Harness, as_scored, records
+from orchestrator.replay.recorded import RecordedRun
+from orchestrator.replay.recorded_engines import read_policies, repeat, say
+from pipelinerl.messages import Message, StageWeights
 
 Age = tuple[int, int]
 """The pair (rollback epoch, version) of a policy."""
@@ -26,17 +24,12 @@ Age = tuple[int, int]
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, the orders to each engine, beside those that the engine answered in the run."""
-    config, run_folder, folder = recorded.config, recorded.run_folder, recorded.folder
-    events = needed(read_events(run_folder, kinds=ENGINE_KINDS), run_folder=run_folder)
-    orders = _order_again(config, events, folder=folder)
+    events = read_policies(recorded.run_folder)
+    orders: dict[int, dict[Age, float]] = simulate(_order_again(recorded, events))
     answered = _answered(events)
-    write_lines(
-        folder / "weight_sync.jsonl",
-        (
-            {"engine_id": engine_id, "old": answered[engine_id], "new": [*orders[engine_id]]}
-            for engine_id in sorted(answered.keys() | orders.keys())
-        ),
-    )
+    engine_ids = sorted(answered.keys() | orders.keys())
+    lines = ({"engine_id": engine_id, "old": answered[engine_id], "new": [*orders[engine_id]]} for engine_id in engine_ids)
+    write_lines(recorded.folder / "weight_sync.jsonl", lines)
     differing = {engine_id: where for engine_id in answered if (where := _first_difference(answered[engine_id], orders[engine_id]))}
     num_policies = len({_age(event) for event in events if event.kind == "policy"})
     num_orders = sum(map(len, orders.values()))
@@ -46,20 +39,19 @@ def run(recorded: RecordedRun) -> Iterator[str]:
     yield from _times(events, orders)
 
 
-def _order_again(config: Config, events: list[Event], *, folder: Path) -> dict[int, dict[Age, float]]:
+async def _order_again(recorded: RecordedRun, events: list[Event]) -> dict[int, dict[Age, float]]:
     """Return the policies that each engine is told to fetch, in order, each with its second."""
-    with contextlib.closing(Journal(folder, "orchestrator")) as journal:
-
-        async def run() -> RecordedEngines:
-            side = RecordedEngines(config, journal=journal)
-            await run_recorded(events, hear=side.hear, stages=(*side.peers, side.weight_sync), rest_s=1.0)
-            return side
-
-        sent = simulate(run()).engine_hub.sent
     orders: dict[int, dict[Age, float]] = collections.defaultdict(dict)
-    for seconds, peer, message in sent:
+
+    def told(peer: str, message: Message) -> None:
         if isinstance(message, StageWeights):
-            orders[int(peer.rpartition("-")[2])].setdefault((message.rollback_epoch, message.version), seconds)
+            age = (message.rollback_epoch, message.version)
+            orders[int(peer.rpartition("-")[2])].setdefault(age, asyncio.get_running_loop().time())
+
+    with records(recorded.folder) as (ledger, journal):
+        harness = Harness(as_scored(recorded.config), ledger=ledger, journal=journal)
+        harness.engine_hub.told = told
+        await harness.run("weight_sync", script=repeat(events, hear=functools.partial(say, harness)))
     return orders
 
 
@@ -103,8 +95,7 @@ def _milliseconds(values: list[float]) -> str:
 
 
 def _age(event: Event) -> Age:
-    fields: dict[str, Any] = event.fields
-    return fields["rollback_epoch"], fields["version"]
+    return event.fields["rollback_epoch"], event.fields["version"]
 
 
 def _name(age: Age | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -28,6 +27,8 @@ from pipelinerl.config.file import load_run, parse, write_run
 from pipelinerl.data.tokenizer import TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
+from pipelinerl.observe.journal import Journal
+from tests.sim.clock import simulate
 from tests.sim.peers import World
 from tests.sim.run import config, run
 from tests.tiny_models import make_tokenizer
@@ -59,13 +60,13 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder, settings)
     tokenizer = load_tokenizer(folder / "model")
     groups = [_group(number, texts, tokenizer) for number, texts in enumerate(COMPLETIONS)]
-    members = {member.trajectory.rollout_id: member for group in groups for member in group.members}
     with contextlib.closing(Ledger(folder / "ledger.sqlite", keep_groups=4)) as ledger:
         for group in groups:
             ledger.admit(group.group_id, group.prompt, group_size=2, position=(0, group.group_id + 1), now_s=0.0)
             for member in group.members:
                 ledger.record_score(member, now_s=0.0)
-        asyncio.run(replay_batching(settings, groups, scored=members, folder=folder, ledger=ledger))
+        with contextlib.closing(Journal(folder, "orchestrator")) as journal:
+            simulate(replay_batching(settings, groups, ledger=ledger, journal=journal))
         ledger.record_checkpoint(2, "commit", now_s=1.0)
     return folder
 
@@ -152,8 +153,6 @@ def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: p
         replay(run_folder, stages=["delivery"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded step scores"):
         replay(run_folder, stages=["prm"], overrides=[])
-    with pytest.raises(LedgerError, match="no recorded entry"):
-        replay(run_folder, stages=["generation"], overrides=[])
     monkeypatch.setattr("sys.argv", ["replay", str(run_folder / "nowhere"), "--stage=scoring"])
     with pytest.raises(SystemExit):
         main()
@@ -170,8 +169,8 @@ def test_only_the_newest_groups_stay_and_batching_begins_with_the_first_whole_st
             ledger.admit(group.group_id, group.prompt, group_size=2, position=(0, 0), now_s=0.0)
             for member in group.members:
                 ledger.record_score(member, now_s=0.0)
-        scored = {member.trajectory.rollout_id: member for group in recording.groups for member in group.members}
-        asyncio.run(replay_batching(load_run(run_folder), recording.groups, scored=scored, folder=tmp_path, ledger=ledger))
+        with contextlib.closing(Journal(tmp_path, "orchestrator")) as journal:
+            simulate(replay_batching(load_run(run_folder), recording.groups, ledger=ledger, journal=journal))
         ledger.record_checkpoint(2, "commit", now_s=1.0)
         ledger.flush()
         again = read_recording(tmp_path / "ledger.sqlite")
@@ -199,6 +198,8 @@ def test_a_folder_without_records_is_told(run_folder: Path, tmp_path: Path) -> N
     Ledger(tmp_path / "ledger.sqlite").close()
     with pytest.raises(LedgerError, match="no recorded group"):
         replay(tmp_path, stages=["scoring"], overrides=[])
+    with pytest.raises(LedgerError, match="no recorded entry"):
+        replay(tmp_path, stages=["generation"], overrides=[])
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +303,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prm_scoring_stops_whom_it_stopped_and_others_under_another_rule(
     followed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert "0 differ" in replayed(followed, "training", capsys), "a stopped rollout counts only where its group is part of a step"
     said = replayed(followed, "prm", capsys)
     assert re.search(r"prm: \d{3} rollouts with [\d,]+ steps; 0 are stopped that were not, 0 were and are not, 0 have other", said)
     lines = [json.loads(line) for line in (followed / "replay" / "prm.jsonl").read_text().splitlines()]
