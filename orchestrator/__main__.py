@@ -39,7 +39,7 @@ def main() -> None:
     with crash_report(run_folder, "orchestrator"):
         config = load_run(run_folder)
         result = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
-        print(f"{result.reason}: {result.identity}", flush=True)
+        print(f"{result.reason}: {result.rollouts}", flush=True)
 
 
 async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:

@@ -192,7 +192,7 @@ class Parts:
 
     def _report_violation(self, peer: str, kind: str, words: str, count: int) -> None:
         """Record a violation of a peer, or its consequence."""
-        self.given.journal.write("lie", peer=peer, what=kind, words=words, count=count)
+        self.given.journal.write("violation", peer=peer, what=kind, words=words, count=count)
         is_verdict = kind in ("replaced", "banned", "failed")
         print(f"{peer}: {words}" if is_verdict else f"{peer}: refused: {kind}, {count} so far: {words}", flush=True)
 

@@ -26,7 +26,8 @@ class RunResult:
 
     reason: str
     """The text "finished", or the reason why it was stopped before."""
-    identity: Counts
+    rollouts: Counts
+    """The rollouts by how they ended."""
     evaluations: tuple[tuple[int, float], ...]
     """The pair (version, mean reward) of each evaluation."""
     pauses_s: tuple[float, ...]
@@ -181,12 +182,12 @@ class Run:
 
     def _end(self) -> RunResult:
         now_s, reason = asyncio.get_running_loop().time(), self._reason
-        identity = self._ledger.finish(reason, now_s=now_s)
+        rollouts = self._ledger.finish(reason, now_s=now_s)
         self._journal.write("status", **self._status.gauges(now_s=now_s))
         self._parts.function_errors.finish()
-        self._journal.write("end", reason=reason, identity=dataclasses.asdict(identity), elapsed_s=now_s - self._parts.started_s)
+        self._journal.write("end", reason=reason, rollouts=dataclasses.asdict(rollouts), elapsed_s=now_s - self._parts.started_s)
         evaluations, pauses_s = tuple(self._evaluation.results), tuple(self._parts.progress.pauses_s)
-        return RunResult(reason=reason, identity=identity, evaluations=evaluations, pauses_s=pauses_s)
+        return RunResult(reason=reason, rollouts=rollouts, evaluations=evaluations, pauses_s=pauses_s)
 
     @property
     def _reason(self) -> str:

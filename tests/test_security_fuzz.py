@@ -138,7 +138,7 @@ SETTINGS = {
 }
 CONFIG = parse(SETTINGS, origin="test").model_dump_json().encode()
 TOML = b'[model]\npath = "m"\n[data]\nsource = "s"\n[[reward]]\nfunction = "f:g"\nweight = 1.5\n[trainer]\nsteps = 5\nbetas = [0.9, 0.95]\n'
-JOURNAL = b'{"t": 1.5, "kind": "status", "process": "o", "identity": {"admitted": 3}}\n'
+JOURNAL = b'{"t": 1.5, "kind": "status", "process": "o", "rollouts": {"admitted": 3}}\n'
 JOURNAL += b'{"t": 2, "kind": "span", "lane": "a", "name": "b", "start": 1, "end": 2, "count": 3}\n'
 ENDPOINT = json.dumps({"address": "tcp://127.0.0.1:1", "server_key": "a" * 40}).encode()
 

@@ -67,9 +67,9 @@ class Status:
 
     def gauges(self, *, now_s: float) -> dict[str, Any]:
         """Return all gauges of this moment, as plain values."""
-        identity = self._ledger.counts()
-        if not identity.holds:
-            raise RuntimeError(f"conservation is broken: {identity}")
+        rollouts = self._ledger.counts()
+        if not rollouts.holds:
+            raise RuntimeError(f"conservation is broken: {rollouts}")
         last = self._progress.last_step
         return {
             "version": self._admission.version,
@@ -78,7 +78,7 @@ class Status:
             "groups_running": self._admission.running,
             "groups_accepted": self._admission.accepted,
             "max_running": self._admission.max_running,
-            "identity": dataclasses.asdict(identity),
+            "rollouts": dataclasses.asdict(rollouts),
             "reasons": dict(self._ledger.reasons),
             "generated_tokens": sum(engine.load.num_tokens for engine in self._engines if engine.load),
             "trained_tokens": self._progress.num_trained_tokens,

@@ -49,9 +49,9 @@ class EnvironmentStage:
     ledger: Ledger
     max_tokens: int
     max_turns: int
-    num_between: int = 0
+    num_awaiting_reply: int = 0
     """Rollouts between two turns, which are in no engine."""
-    num_replies: int = 0
+    num_observations: int = 0
     """Replies since this orchestrator started."""
     num_bytes: int = 0
     """Bytes of episodes between two turns."""
@@ -66,7 +66,7 @@ class EnvironmentStage:
         return f"room in {self.turns.name}" if self.num_bytes >= self.turns.bound_bytes else None
 
     def gauges(self) -> dict[str, Any]:
-        return {"num_between": self.num_between, "num_replies": self.num_replies}
+        return {"num_awaiting_reply": self.num_awaiting_reply, "num_observations": self.num_observations}
 
     def begin(self, prompt: Prompt) -> Episode:
         """Return an episode before its first turn."""
@@ -75,7 +75,7 @@ class EnvironmentStage:
     def ask(self, rollout: Rollout, *, engine_id: int, then: Callable[[Result], None]) -> None:
         """Have the environment reply to the last turn of an episode that is not over. `then` is called once, with the reply."""
         assert rollout.episode is not None
-        self.num_between += 1
+        self.num_awaiting_reply += 1
         self.num_bytes += rollout.episode.num_bytes
         turn = Turn(rollout=rollout, episode=rollout.episode, engine_id=engine_id, then=then)
         self.turns.put_now(turn)  # bounded: each is of an episode that is under way, and `backpressure` holds back others
@@ -84,9 +84,9 @@ class EnvironmentStage:
         rollout_id, attempt = turn.rollout.rollout_id, turn.rollout.attempt
         task = environment_task(rollout_id, attempt=attempt, episode=turn.episode)
         result = await self.scorers.request(task, by=self.name)
-        self.num_between -= 1
+        self.num_awaiting_reply -= 1
         self.num_bytes -= turn.episode.num_bytes
-        self.num_replies += 1
+        self.num_observations += 1
         reason = "ok" if result.observation is not None else "over"
         if result.outcome is not Outcome.OK:
             reason = f"{result.outcome}: {result.error}"

@@ -133,7 +133,7 @@ class PrmScoring:
     """The coins tossed before a restart, by rollout and attempt."""
     num_waiting_tokens: int = 0
     """Tokens that were sent, and not answered for."""
-    num_flagged: int = 0
+    num_hopeless: int = 0
     num_stopped: int = 0
     num_saved_tokens: float = 0.0
     """Estimate of the tokens that stopped rollouts would have gone on for: flagged rollouts that go on are a fair sample of them."""
@@ -158,7 +158,7 @@ class PrmScoring:
         """Return the gauges of the model and of this stage; None before the model's first."""
         if self.prm.load is None:
             return None
-        names = ("num_waiting_tokens", *(("num_flagged", "num_stopped", "num_saved_tokens") if self.stopping is not None else ()))
+        names = ("num_waiting_tokens", *(("num_hopeless", "num_stopped", "num_saved_tokens") if self.stopping is not None else ()))
         return msgspec.structs.asdict(self.prm.load) | {name: getattr(self, name) for name in names}
 
     def take(self, request: Generate, tokens: Tokens) -> None:
@@ -286,7 +286,7 @@ class PrmScoring:
         if decision is None:
             return
         trace.decision, trace.decided_at = decision, len(trace.token_ids)
-        self.num_flagged += 1
+        self.num_hopeless += 1
         self.ledger.record_early_stop(rollout_id, attempt=trace.attempt, decision=decision, now_s=_now_s())
         if not decision.stops:
             return

@@ -24,11 +24,11 @@ class PrmLoad(Message, frozen=True):
     """Number of traces that it is scoring now."""
     num_steps: int
     """Number of steps that it has scored."""
-    num_taken: int
+    num_trace_tokens: int
     """Number of the policy's tokens that it has taken."""
     num_computed: int
     """Number of its own tokens that it has computed; a trace costs about one prefill."""
-    num_asked: int
+    num_uncached_tokens: int
     """Number of its own tokens that scoring every step from scratch would have cost."""
     busy_s: float
     """Seconds spent on scoring."""

@@ -14,11 +14,18 @@ from pipelinerl.config.renamed import translate
 Line = dict[str, Any]
 """One journal line, decoded."""
 
-KINDS = {"evaluation_given_up": "evaluation_dropped"}
-"""Kinds of lines."""
+KINDS = {"evaluation_given_up": "evaluation_dropped", "lie": "violation"}
+"""""Kinds of lines."""
+PRM = {"num_taken": "num_trace_tokens", "num_asked": "num_uncached_tokens", "num_flagged": "num_hopeless"}
+"""Gauges of the process reward model, in lines of its own and in the field `prm` of a status."""
+ENVIRONMENT = {"num_between": "num_awaiting_reply", "num_replies": "num_observations"}
+"""Gauges of the environment, in the field `environment` of a status."""
+""
 FIELDS = {
     "step": {"set_aside_groups": "filtered_groups", "let_through_groups": "unfiltered_groups", "engines_differ": "engine_mismatch"},
     "sample": {"fate": "status", "steps": "step_scores"},
+    "load": PRM,
+    **{kind: {"identity": "rollouts"} for kind in ("status", "end")},
     **{kind: {"lineage": "rollback_epoch", "slot": "buffer"} for kind in ("joined", "trainer", "policy", "staged", "swap", "refused")},
 }
 """Fields by the kind of line, which is today's."""
@@ -73,6 +80,8 @@ def wait_name(name: str) -> str:
 
 
 def _rename_status(line: Line) -> None:
+    _rename(line.get("prm"), PRM)
+    _rename(line.get("environment"), ENVIRONMENT)
     queues, waited, waits = line.get("queues"), line.get("waited_s"), line.get("waits")
     _rename(queues, QUEUES)
     for queue in queues.values() if isinstance(queues, dict) else ():

@@ -156,13 +156,13 @@ def _staleness(state: RunState) -> RenderableType:
 
 def _steps(prm: Mapping[str, float]) -> RenderableType:
     """The work of the process reward model, done and waiting."""
-    taken, computed, asked = (prm.get(name, 0.0) for name in ("num_taken", "num_computed", "num_asked"))
+    taken, computed, asked = (prm.get(name, 0.0) for name in ("num_trace_tokens", "num_computed", "num_uncached_tokens"))
     cost = (
         f"{computed / taken:.2f} of its tokens for each of the policy's, {asked / taken:.2f} without a cache" if taken else "no token yet"
     )
     waiting = units.whole(prm.get("num_waiting_tokens", 0))
     stopped = (
-        f"   {units.whole(prm['num_stopped'])} of {units.whole(prm['num_flagged'])} hopeless rollouts stopped, about"
+        f"   {units.whole(prm['num_stopped'])} of {units.whole(prm['num_hopeless'])} hopeless rollouts stopped, about"
         f" {units.whole(prm['num_saved_tokens'])} tokens saved"
         if "num_stopped" in prm
         else ""
@@ -174,7 +174,7 @@ def _steps(prm: Mapping[str, float]) -> RenderableType:
 
 def _turns(environment: Mapping[str, float]) -> RenderableType:
     """The environment's replies, and the rollouts between two turns."""
-    replies, between = (units.whole(environment.get(name, 0)) for name in ("num_replies", "num_between"))
+    replies, between = (units.whole(environment.get(name, 0)) for name in ("num_observations", "num_awaiting_reply"))
     return Text(f"{replies} replied to by the environment   {between} rollouts between two turns")
 
 

@@ -85,7 +85,7 @@ def _run(world: peers.World, *, adapts: bool, steps: int) -> tuple[float, int, i
     finally:
         peers.SimulatedEngine = kept
     assert found.problems() == [], found.problems()
-    return found.seconds, sum(engine.num_pushed_out for engine in Counted.engines), found.ending.identity.stale
+    return found.seconds, sum(engine.num_pushed_out for engine in Counted.engines), found.ending.rollouts.stale
 
 
 def _mean(values: list[float]) -> float:

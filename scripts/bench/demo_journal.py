@@ -60,7 +60,7 @@ class DemoJournals:
             self._step(step)
             if step % EVALUATE_EVERY == 0:
                 self._orchestrator.write("evaluation", version=step, reward_mean=self._near(0.9), num_prompts=256, num_samples=1)
-        self._orchestrator.write("end", reason="finished", identity=self._identity(self._num_steps), elapsed_s=self._t - BEGAN)
+        self._orchestrator.write("end", reason="finished", rollouts=self._rollouts(self._num_steps), elapsed_s=self._t - BEGAN)
         for journal in (self._orchestrator, self._engine, self._scorer, self._trainer):
             journal.close()
 
@@ -140,7 +140,7 @@ class DemoJournals:
         busy_s = 0.005 * self._near(step)
         return {"scorer_id": 0, "num_running": 1, "num_scored": 256 * step, "busy_s": busy_s, "functions": {"reward": figures}}
 
-    def _identity(self, step: int) -> dict[str, int]:
+    def _rollouts(self, step: int) -> dict[str, int]:
         return {"admitted": 256 * step, "in_flight": 0, "trained": 256 * step, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 0}
 
     def _status(self, step: int) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class DemoJournals:
         waits = [dict(zip(("stage", "what"), name.split(": "), strict=True)) | {"seconds": self._near(0.01)} for name in _WAITS[2:12]]
         return {
             "version": step, "step": step, "num_steps": self._num_steps, "groups_running": 21, "groups_accepted": 32 * step,
-            "max_running": 160, "identity": self._identity(step), "reasons": {}, "generated_tokens": 1850 * step,
+            "max_running": 160, "rollouts": self._rollouts(step), "reasons": {}, "generated_tokens": 1850 * step,
             "trained_tokens": 1793 * step, "engines": [self._engine_load(step)], "scorers": [self._scorer_load(step)], "prm": None,
             "environment": None, "queues": queues, "refused": {}, "waits": waits,
             "waited_s": {name: self._near(0.3) * elapsed_s for name in _WAITS}, "reward_mean": 0.75, "staleness_mean": self._near(1.1),

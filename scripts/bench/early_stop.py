@@ -108,12 +108,12 @@ def _run(folder: Path, overrides: list[str], name: str) -> list[Any]:
     status = [line for line in lines if line["kind"] == "status"]
     held_out = [line["reward_mean"] for line in lines if line["kind"] == "evaluation"]
     last = status[-1]
-    stopping = last["prm"] if "num_stopped" in (last["prm"] or {}) else {"num_flagged": 0, "num_stopped": 0, "num_saved_tokens": 0.0}
+    stopping = last["prm"] if "num_stopped" in (last["prm"] or {}) else {"num_hopeless": 0, "num_stopped": 0, "num_saved_tokens": 0.0}
     return [
         name,
         last["generated_tokens"],
-        last["identity"]["admitted"],
-        stopping["num_flagged"],
+        last["rollouts"]["admitted"],
+        stopping["num_hopeless"],
         stopping["num_stopped"],
         stopping["num_saved_tokens"],
         sum(line["reward_mean"] for line in steps[-LAST:]) / len(steps[-LAST:]),

@@ -457,7 +457,7 @@ def _orchestrate(folder: Path, config: Config, writer: int) -> None:
             ending = await asyncio.wait_for(_run_of(config, hubs, journal, ledger).run(), DEADLINE_S)
         for hub in hubs:
             hub.close()
-        assert ending.identity.trained == config.trainer.steps * config.batch.groups_per_step * GROUP_SIZE, ending.identity
+        assert ending.rollouts.trained == config.trainer.steps * config.batch.groups_per_step * GROUP_SIZE, ending.rollouts
         return journal
 
     journal = asyncio.run(run())

@@ -58,8 +58,8 @@ def test_an_example_trains_every_rollout_of_two_steps(example: Path, model: Path
     lines = read_journals(run_folder)
     end = next(line for line in lines if line["kind"] == "end")
     assert end["reason"] == "finished"
-    assert end["identity"]["trained"] >= 12, end["identity"]
-    assert not end["identity"]["failed"]
+    assert end["rollouts"]["trained"] >= 12, end["rollouts"]
+    assert not end["rollouts"]["failed"]
     assert [line["version"] for line in lines if line["kind"] == "swap"][-1] == 2
 
 

@@ -46,14 +46,16 @@ def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_
     lines = read_journals(run_folder)
     assert sum(line["kind"] == "step" for line in lines) == 12
     subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
-    loads = [line for line in lines if line["kind"] == "load" and "num_taken" in line]
-    best = max(loads, key=lambda line: line["num_asked"])
-    print(f"tokens taken {best['num_taken']}, computed {best['num_computed']}, every step from scratch {best['num_asked']}")
+    loads = [line for line in lines if line["kind"] == "load" and "num_trace_tokens" in line]
+    best = max(loads, key=lambda line: line["num_uncached_tokens"])
+    print(
+        f"tokens taken {best['num_trace_tokens']}, computed {best['num_computed']}, every step from scratch {best['num_uncached_tokens']}"
+    )
     assert best["num_steps"] > 0
     prm = [line["prm"] for line in lines if line["kind"] == "status" and line["prm"]][-1]
-    print(f"{prm['num_flagged']} flagged, {prm['num_stopped']} stopped, about {prm['num_saved_tokens']:.0f} tokens saved")
+    print(f"{prm['num_hopeless']} flagged, {prm['num_stopped']} stopped, about {prm['num_saved_tokens']:.0f} tokens saved")
     assert prm["num_stopped"] > 0
-    assert best["num_computed"] < best["num_asked"]
+    assert best["num_computed"] < best["num_uncached_tokens"]
     scored = [line for line in lines if line["kind"] == "span" and line["lane"] == "scorer-1"]
     passes = [line for line in lines if line["kind"] == "span" and line["lane"] == "engine-0"]
     is_overlapping = (one["start"] < other["end"] and other["start"] < one["end"] for one in scored for other in passes)

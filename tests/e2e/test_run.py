@@ -76,7 +76,7 @@ def test_a_run_trains_every_sample_it_admits_and_leaves_nobody_behind(settings: 
     with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
         trained = ledger.execute("SELECT step, count(*) FROM ended_rollouts WHERE status = 'trained' GROUP BY step").fetchall()
     assert trained == [(step, 32) for step in range(4)]
-    identity = next(line["identity"] for line in lines if line["kind"] == "end")
+    identity = next(line["rollouts"] for line in lines if line["kind"] == "end")
     assert identity["in_flight"] == 0
     assert identity["admitted"] == sum(count for fate, count in identity.items() if fate != "admitted")
     assert not processes_of(run_folder)
@@ -121,8 +121,8 @@ def test_ctrl_c_saves_and_ends(settings: Path):
     assert (run_folder / "model" / "model.safetensors").exists()
     assert not processes_of(run_folder)
     end = next(line for line in read_journals(run_folder) if line["kind"] == "end")
-    assert end["identity"]["cancelled"] > 0
-    assert end["identity"]["in_flight"] == 0
+    assert end["rollouts"]["cancelled"] > 0
+    assert end["rollouts"]["in_flight"] == 0
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_by_its_name(settings: Path):

@@ -47,6 +47,19 @@ def read(kind: str, **fields: Any) -> dict[str, Any]:
                 "waits": [{"stage": "prm", "what": "room in prm_scored", "seconds": 0.5}, None],
             },
         ),
+        ("lie", {"peer": "engine-0"}, {"kind": "violation", "peer": "engine-0"}),
+        ("load", {"num_taken": 3, "num_asked": 5}, {"kind": "load", "num_trace_tokens": 3, "num_uncached_tokens": 5}),
+        ("end", {"identity": {"admitted": 3}}, {"kind": "end", "rollouts": {"admitted": 3}}),
+        (
+            "status",
+            {"identity": {"admitted": 3}, "prm": {"num_flagged": 2}, "environment": {"num_between": 1, "num_replies": 4}},
+            {
+                "kind": "status",
+                "prm": {"num_hopeless": 2},
+                "environment": {"num_awaiting_reply": 1, "num_observations": 4},
+                "rollouts": {"admitted": 3},
+            },
+        ),
         (
             "run",
             {"config": {"run": {"fatal_alarms": ["kv_lag"]}}},
@@ -64,7 +77,16 @@ def test_a_line_of_today_stays_as_it_is() -> None:
 
 
 def test_no_name_is_both_old_and_new() -> None:
-    tables = [renamed.KINDS, *renamed.FIELDS.values(), renamed.TRAINER_METRICS, renamed.STAGES, renamed.QUEUES, renamed.ALARMS]
+    tables = [
+        renamed.KINDS,
+        *renamed.FIELDS.values(),
+        renamed.TRAINER_METRICS,
+        renamed.STAGES,
+        renamed.QUEUES,
+        renamed.ALARMS,
+        renamed.PRM,
+        renamed.ENVIRONMENT,
+    ]
     assert all(not table.keys() & set(table.values()) for table in tables)
 
 

@@ -33,7 +33,7 @@ def _status(t: float, **fields: Any) -> Line:
         "generated_tokens": 500 * t,
         "waited_s": {"trainer: a micro-batch": 0.25 * t, "generation: an admission credit": 0.5 * t},
         "engines": engines,
-        "identity": identity,
+        "rollouts": identity,
         "waits": [{"stage": "generation", "what": "an admission credit", "seconds": 3.0}] if t >= 10 else [],
         "queues": {"trajectories": {"items": 3, "bytes": 50, "bound_bytes": 100}},
         "last_pause_s": 0.00025,
@@ -125,8 +125,8 @@ def test_view_shows_every_part() -> None:
 
 def test_accounts_that_do_not_balance_are_flagged() -> None:
     wrong = {"admitted": 21, "in_flight": 8, "trained": 9, "filtered": 1, "stale": 0, "failed": 2, "cancelled": 0}
-    assert "21 admitted ≠" in _drawn([_run(), _status(1.0, identity=wrong)])
-    assert "ACCOUNTS OFF BY 1" in plain_line(_folded(_run(), _status(1.0, identity=wrong), _step(0, t=1.0)))
+    assert "21 admitted ≠" in _drawn([_run(), _status(1.0, rollouts=wrong)])
+    assert "ACCOUNTS OFF BY 1" in plain_line(_folded(_run(), _status(1.0, rollouts=wrong), _step(0, t=1.0)))
 
 
 def test_view_holds_with_hardly_any_field() -> None:
@@ -182,7 +182,7 @@ async def _shown(
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_finished_run_is_shown_once(tmp_path: Path, is_terminal: bool) -> None:
     identity = {"admitted": 3, "in_flight": 0, "trained": 3}
-    _write(tmp_path, _run(), _status(1.0), _step(0, t=2.0), {"t": 3.0, "kind": "end", "reason": "finished", "identity": identity})
+    _write(tmp_path, _run(), _status(1.0), _step(0, t=2.0), {"t": 3.0, "kind": "end", "reason": "finished", "rollouts": identity})
     shown = asyncio.run(_shown(tmp_path, until=asyncio.Event(), is_terminal=is_terminal))
     assert "ended: finished" in shown
     assert "3 admitted = 0 in flight + 3 trained" in shown
@@ -234,12 +234,12 @@ def test_a_failure_from_before_a_resume_is_old(tmp_path: Path) -> None:
 
 
 def test_a_process_reward_model_shows_what_it_costs_and_what_waits_for_it() -> None:
-    prm = {"num_taken": 1000, "num_computed": 1100, "num_asked": 5500, "num_steps": 90, "num_waiting_tokens": 12}
-    environment = {"num_between": 7, "num_replies": 1234}
+    prm = {"num_trace_tokens": 1000, "num_computed": 1100, "num_uncached_tokens": 5500, "num_steps": 90, "num_waiting_tokens": 12}
+    environment = {"num_awaiting_reply": 7, "num_observations": 1234}
     assert "1,234 replied to by the environment   7 rollouts between two turns" in _drawn([_run(), _status(10.0, environment=environment)])
     drawn = _drawn([_run(), _status(10.0, prm=prm)], width=160)
     assert "90 scored by the process reward model   1.10 of its tokens for each of the policy's, 5.50 without a cache   12 tokens" in drawn
-    stops = {"num_flagged": 50, "num_stopped": 40, "num_saved_tokens": 1200.4}
+    stops = {"num_hopeless": 50, "num_stopped": 40, "num_saved_tokens": 1200.4}
     assert "40 of 50 hopeless rollouts stopped, about 1,200 tokens saved" in _drawn([_run(), _status(10.0, prm=prm | stops)], width=240)
     assert "process reward model" not in _drawn([_run(), _status(10.0)], width=160)
 

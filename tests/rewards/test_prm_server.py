@@ -106,10 +106,10 @@ def test_chunks_give_the_scores_of_the_whole_and_every_token_is_answered_for(tmp
         assert np.concatenate([one.scores for one in found]) == pytest.approx(whole_scores())
         assert [one.is_last for one in found] == [False, False, False, True]
         load = await asked.next(PrmLoad)
-        while load.num_taken < len(POLICY):
+        while load.num_trace_tokens < len(POLICY):
             load = await asked.next(PrmLoad)
         assert (load.num_traces, load.num_steps) == (0, len(ENDS))
-        assert load.num_computed < load.num_asked
+        assert load.num_computed < load.num_uncached_tokens
 
     with_server(tmp_path, ByHand(), program)
 

@@ -295,7 +295,9 @@ async def prm(link: MemoryLink, *, world: World) -> None:
     await asyncio.sleep(world.start_s)
     link.introduce(introduce)
     while True:
-        link.send(PrmLoad(prm_id=1, num_traces=len(traces), num_steps=0, num_taken=0, num_computed=0, num_asked=0, busy_s=0.0))
+        link.send(
+            PrmLoad(prm_id=1, num_traces=len(traces), num_steps=0, num_trace_tokens=0, num_computed=0, num_uncached_tokens=0, busy_s=0.0)
+        )
         message = await _message_within(link, seconds=1.0)
         touched: dict[str, bool] = {}
         while message is not None:

@@ -72,7 +72,7 @@ class Simulated:
                 max_staleness=bound,
                 max_tokens=batch.max_tokens,
             ),
-            *checker.check_counts(self.rows, dataclasses.asdict(self.ending.identity)),
+            *checker.check_counts(self.rows, dataclasses.asdict(self.ending.rollouts)),
         ]
 
 

@@ -63,7 +63,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
 
     def ask_noted(replying: EnvironmentStage, *arguments: Any, **options: Any) -> None:
         ask(replying, *arguments, **options)
-        note("between turns", replying.num_bytes, replying.num_between, bound=BOUND)
+        note("between turns", replying.num_bytes, replying.num_awaiting_reply, bound=BOUND)
 
     monkeypatch.setattr(Channel, "put_now", put)
     monkeypatch.setattr(EnvironmentStage, "ask", ask_noted)
@@ -218,7 +218,7 @@ def test_routes_count_and_under_a_slow_trainer_no_more_of_them_are_held_than_the
         experts=Experts(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=NUM_EXPERTS),
     )
     assert simulated.problems() == []
-    assert simulated.ending.identity.failed == 0
+    assert simulated.ending.rollouts.failed == 0
     assert {"generation: room in completions", "scoring: room in scored"} <= waited(simulated)
     longest_routed = NUM_LAYERS * TOP_K * (NUM_PROMPT + settings.rollout.max_tokens) + longest(settings)
     asked = settings.max_running_rollouts - 1 + settings.rollout.group_size

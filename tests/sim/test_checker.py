@@ -198,7 +198,7 @@ def test_a_rollout_or_step_that(clean: Simulated, doctor: Callable[[Rows, peers.
     ],
 )
 def test_counts_that_are_off_by_one_are_found(clean: Simulated, name: str, by: int, sentence: str):
-    counts = dataclasses.asdict(clean.ending.identity)
+    counts = dataclasses.asdict(clean.ending.rollouts)
     assert checker.check_counts(clean.rows, counts) == []
     counts[name] += by
     assert any(sentence in found for found in checker.check_counts(clean.rows, counts))

@@ -104,8 +104,8 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
     assert simulated.ending.reason == "finished"
     assert set(simulated.record.turns.values()) == {1, 2, 3, 4}
     gauges = [line["environment"] for line in simulated.lines if line["kind"] == "status"]
-    assert gauges[-1]["num_replies"] == sum(map(len, (turns for name, turns in replied.items() if not name.startswith("evaluation-"))))
-    assert max(gauge["num_between"] for gauge in gauges) > 0
+    assert gauges[-1]["num_observations"] == sum(map(len, (turns for name, turns in replied.items() if not name.startswith("evaluation-"))))
+    assert max(gauge["num_awaiting_reply"] for gauge in gauges) > 0
 
 
 KILLS = {

@@ -34,7 +34,7 @@ def test_failed_scores_and_failed_comparisons_are_counted_and_every_rollout_ends
     simulated = run(compared(), folder=tmp_path, world=World(bad_score_fraction=fraction, seed=2))
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
-    assert simulated.ending.identity.failed > 0
+    assert simulated.ending.rollouts.failed > 0
 
 
 def test_figures_of_every_reward_function_stand_in_the_journal(tmp_path: Path) -> None:

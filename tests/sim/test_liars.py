@@ -90,7 +90,7 @@ def test_what_an_engine_cannot_have_sampled_fails_the_attempt_and_what_was_sent_
     settings = config(trainer={"steps": 4}, engine={"count": 4})
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=MAX_VIOLATIONS - 1, lies=lies, also=True)))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed) == ("finished", 0)
     assert sum(sent.values()) == 4 * (MAX_VIOLATIONS - 1)
     assert refused(simulated) == sent
 
@@ -133,9 +133,9 @@ def test_an_engine_that_keeps_lying_is_banned_where_nobody_replaces_it_and_the_r
     settings = config(trainer={"steps": 4}, engine={"count": 3})
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=10**6, lies=lies, who=1, also=False)))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed) == ("finished", 0)
     assert refused(simulated) == {Kind.TOKENS: MAX_VIOLATIONS}, "what it says after that is not even looked at"
-    told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "lie"]
+    told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "violation"]
     assert told == [("engine-1", Kind.TOKENS), ("engine-1", Kind.TOKENS), ("engine-1", "banned")]
 
 
@@ -149,8 +149,8 @@ def test_an_engine_whose_announcement_cannot_be_is_not_waited_for(tmp_path: Path
     settings = config(trainer={"steps": 4}, engine={"count": 3})
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=10**6, lies=lies, who=1, also=False)))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
-    told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "lie"]
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed) == ("finished", 0)
+    told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "violation"]
     assert told[-1] == ("engine-1", "banned"), "nobody replaces it here"
 
 
@@ -166,7 +166,7 @@ def test_an_engine_that_forges_plausible_log_probabilities_is_named_in_the_step_
     settings = config(trainer={"steps": 4}, engine={"count": 3})
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=10**6, lies=lies, who=1, also=False)))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed, refused(simulated)) == ("finished", 0, {})
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed, refused(simulated)) == ("finished", 0, {})
     told = [(line["step"], line["words"]) for line in simulated.lines if line["kind"] == "mismatch"]
     assert [step for step, _ in told] == [0, 1, 2, 3], "in every step, also in the first"
     assert all(words.startswith("engine 1's log-probabilities differ: KL 0.15 over ") for _, words in told)
@@ -189,9 +189,9 @@ def test_who_says_with_an_engines_key_that_it_has_failed_ends_no_run(tmp_path: P
     settings = config(trainer={"steps": 4}, engine={"count": count})
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=10**6, lies=lies, who=last, also=True)))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed) == ("finished", 0)
     assert sent["failed"] >= 1
-    told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "lie"]
+    told = [(line["peer"], line["what"]) for line in simulated.lines if line["kind"] == "violation"]
     assert told == [(f"engine-{last}", "failed")], "a flood is one line"
 
 
@@ -209,7 +209,7 @@ def test_who_says_with_a_scorers_key_that_it_has_failed_ends_no_run(tmp_path: Pa
 
     simulated = run(config(trainer={"steps": 4}), folder=tmp_path, cast=Cast(scorer=scorer))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed) == ("finished", 0)
 
 
 def test_no_engine_of_an_honest_run_is_named(tmp_path: Path):
@@ -234,5 +234,5 @@ def test_a_score_that_does_not_add_up_is_asked_for_again(tmp_path: Path):
 
     simulated = run(config(trainer={"steps": 4}), folder=tmp_path, cast=Cast(scorer=scorer))
     assert simulated.problems() == []
-    assert (simulated.ending.reason, simulated.ending.identity.failed) == ("finished", 0)
+    assert (simulated.ending.reason, simulated.ending.rollouts.failed) == ("finished", 0)
     assert refused(simulated) == sent == {Kind.SCORES: MAX_VIOLATIONS - 1}

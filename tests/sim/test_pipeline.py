@@ -48,7 +48,7 @@ STORM = NetworkFaults(delay_s=0.05, jitter_s=0.2, seed=3)
 
 
 def identity(simulated: Simulated) -> dict[str, int]:
-    return dataclasses.asdict(simulated.ending.identity)
+    return dataclasses.asdict(simulated.ending.rollouts)
 
 
 def rescored(member: ScoredTrajectory, reward: float) -> ScoredTrajectory:
@@ -369,13 +369,13 @@ def test_the_identity_holds_at_every_status_line(eventful: Simulated):
     assert len(statuses) > 20
     in_flight = []
     for line in statuses:
-        counts = line["identity"]
+        counts = line["rollouts"]
         assert counts["admitted"] == sum(count for name, count in counts.items() if name != "admitted")
         assert min(counts.values()) >= 0
         in_flight.append(counts["in_flight"])
     assert in_flight[0] == in_flight[-1] == 0
     assert max(in_flight) > 32, "more than the engines decode at once"
-    assert [line["identity"]["admitted"] for line in statuses] == sorted(line["identity"]["admitted"] for line in statuses)
+    assert [line["rollouts"]["admitted"] for line in statuses] == sorted(line["rollouts"]["admitted"] for line in statuses)
 
 
 def test_queues_stay_within_their_bounds_at_every_status_line(tmp_path: Path):
@@ -401,7 +401,7 @@ def test_every_step_has_its_line_and_the_end_says_what_came_of_everything(eventf
         assert sum(line["staleness"].values()) == line["num_trained_tokens"]
     (end,) = [line for line in eventful.lines if line["kind"] == "end"]
     assert end["reason"] == "finished"
-    assert end["identity"] == identity(eventful)
+    assert end["rollouts"] == identity(eventful)
 
 
 def test_every_swap_has_its_line(eventful: Simulated):
@@ -455,7 +455,7 @@ def test_what_a_stopped_trainer_goes_on_to_finish_is_booked_published_and_evalua
     assert simulated.ending.evaluations[-1][0] == version
     assert [line["version"] for line in simulated.lines if line["kind"] == "checkpoint"][-1:] == [version][:version]
     assert simulated.lines[-1]["kind"] == "end"
-    assert simulated.lines[-1]["identity"] == identity(simulated)
+    assert simulated.lines[-1]["rollouts"] == identity(simulated)
 
 
 def test_a_run_that_goes_on_soon_is_not_evaluated_first(tmp_path: Path):

@@ -61,7 +61,7 @@ def test_step_scores_survive_whoever_is_killed_and_count_once(tmp_path: Path, wh
     survived = survive(followed(trainer={"steps": 20}), folder=tmp_path, faults=KILLS[who], world=world, group_advantages=credit)
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
-    assert who != "prm" or not survived.ending.identity.failed, "all is told again at once: no trace waits until it counts as the killer"
+    assert who != "prm" or not survived.ending.rollouts.failed, "all is told again at once: no trace waits until it counts as the killer"
     assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 5, survived.kills
 
 
@@ -128,7 +128,7 @@ def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(
     simulated = run(followed(), folder=tmp_path, world=WORLD, cast=Cast(prm=over_length_prm), group_advantages=short_ones)
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"
-    assert simulated.ending.identity.failed > 0
+    assert simulated.ending.rollouts.failed > 0
 
 
 def stopping(*, below: float, keep: float, group_size: int = 4, name: str = "rloo_early_stop") -> Config:
@@ -182,5 +182,5 @@ def test_a_step_of_which_everything_was_stopped_is_a_step(tmp_path: Path) -> Non
         settings, folder=tmp_path, world=World(token_s=1e-3), group_advantages=MethodAdvantages(method_of(settings), settings.reward)
     )
     assert simulated.problems() == []
-    identity = simulated.ending.identity
+    identity = simulated.ending.rollouts
     assert identity.trained < 4 * identity.filtered / 10, "all but rollouts of one step, which are whole before it is scored"

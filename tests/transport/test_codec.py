@@ -147,7 +147,7 @@ EXAMPLES: tuple[Message, ...] = (
     ),
     TraceScores(ends=np.array([2], np.int32), scores=np.array([0.5], np.float32), version="prm"),
     PrmReady(prm_id=1, process_id=7, version="prm"),
-    PrmLoad(prm_id=1, num_traces=1, num_steps=2, num_taken=3, num_computed=4, num_asked=5, busy_s=0.5),
+    PrmLoad(prm_id=1, num_traces=1, num_steps=2, num_trace_tokens=3, num_computed=4, num_uncached_tokens=5, busy_s=0.5),
     COMPLETION,
     TENSOR,
     EngineReady(engine_id=1, process_id=2, max_model_tokens=3, max_running=4, tensors=(TENSOR,), running={"1/0": 2}),

@@ -282,7 +282,7 @@ def status_row(line: Line) -> StatusRow:
     queues = _objects(line, "queues")
     return StatusRow(
         **_scalars(StatusRow, line),
-        identity=numbers(line.get("identity")),
+        identity=numbers(line.get("rollouts")),
         reasons=numbers(line.get("reasons")),
         waited_s=numbers(line.get("waited_s")),
         waits=tuple((f"{wait.get('stage')}: {wait.get('what')}", number(wait.get("seconds")) or 0.0) for wait in _list(line, "waits")),
@@ -350,7 +350,7 @@ _IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed"
 def end_row(line: Line) -> EndRow:
     """A line of kind `end`."""
     return EndRow(
-        t=line["t"], reason=str(line.get("reason", "")), identity=numbers(line.get("identity")), elapsed_s=number(line.get("elapsed_s"))
+        t=line["t"], reason=str(line.get("reason", "")), identity=numbers(line.get("rollouts")), elapsed_s=number(line.get("elapsed_s"))
     )
 
 

@@ -91,7 +91,7 @@ GAUGES = (
     ),
     Metric(
         "rollouts/<status>",
-        "identity",
+        "rollouts",
         "rollouts",
         "rollouts since the run began: admitted = in_flight + trained + filtered + stale + failed + cancelled",
         "Many failed: see `errors/...`. Many stale: see the alarm stale. Many filtered: see batch/zero_variance_fraction.",

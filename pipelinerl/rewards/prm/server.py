@@ -184,9 +184,9 @@ class PrmServer:
             prm_id=self._prm_id,
             num_traces=len(self._traces),
             num_steps=self._num_steps,
-            num_taken=self._total_taken,
+            num_trace_tokens=self._total_taken,
             num_computed=cost.num_computed,
-            num_asked=cost.num_asked,
+            num_uncached_tokens=cost.num_asked,
             busy_s=self._busy_s,
         )
         self._journal.write("load", **msgspec.structs.asdict(load))

@@ -92,7 +92,7 @@ def _run(plan: Plan) -> list[Line]:
         _line(BEGAN + 3.5, "evaluation", version=0, reward_mean=0.125, num_prompts=64, oldest_version=0),
         _line(_step_end(plan, plan.num_steps // 2), "evaluation", version=plan.num_steps // 2, reward_mean=0.5, num_prompts=64),
         _line(end - 0.2, "evaluation", version=plan.num_steps, reward_mean=0.8125, num_prompts=64, oldest_version=plan.num_steps),
-        _line(end, "end", identity=_identity(plan, plan.num_steps, in_flight=0), reason="all steps done", elapsed_s=end - BEGAN),
+        _line(end, "end", rollouts=_identity(plan, plan.num_steps, in_flight=0), reason="all steps done", elapsed_s=end - BEGAN),
     ]
 
 
@@ -175,7 +175,7 @@ def _statuses(plan: Plan) -> list[Line]:
                 num_steps=plan.num_steps,
                 groups_running=12,
                 groups_accepted=step * plan.groups_per_step,
-                identity=_identity(plan, step, in_flight=96),
+                rollouts=_identity(plan, step, in_flight=96),
                 reasons={"failed: timeout": 3, "failed: error": 2, "filtered: rewards all equal": 3 * step},
                 generated_tokens=int(periods * 15_000),
                 trained_tokens=int(step * 13_000),

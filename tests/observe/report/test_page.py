@@ -103,9 +103,9 @@ def test_identity_that_balances_has_its_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lost", "words"), [(7, "7 rollouts unaccounted for"), (-1, "1 rollout ended more often than admitted")])
 def test_identity_that_does_not_balance_is_flagged(tmp_path: Path, lost: int, words: str) -> None:
     lines = write_run(tmp_path / "run")
-    identity = dict(_of_kind(lines, "end")[0]["identity"])
+    identity = dict(_of_kind(lines, "end")[0]["rollouts"])
     identity["admitted"] += lost
-    _change(tmp_path / "run", "end", identity=identity)
+    _change(tmp_path / "run", "end", rollouts=identity)
     page = _report(tmp_path / "run")
     assert page.by_id["identity-sentence"].startswith("✗")
     assert page.by_id["identity-sentence"].endswith(words)

@@ -200,7 +200,7 @@ def test_stages_that_only_some_runs_have_are_drawn_where_they_are(run_folder: Pa
             {"stage": "group_rewards", "what": "prm_scored", "seconds": 2.5},
         ],
         "prm": {"num_steps": 321, "num_waiting_tokens": 45, "num_stopped": 6},
-        "environment": {"num_between": 17, "num_replies": 1234},
+        "environment": {"num_awaiting_reply": 17, "num_observations": 1234},
     }
     with open(run_folder / "journal" / "orchestrator.jsonl", "a") as file:
         for line in ({"t": 2e9, "kind": "run", "config": {}}, {"t": 2e9, "kind": "status", **status}):  # it goes on
@@ -260,7 +260,7 @@ def test_no_label_is_cut_idle_stages_are_marked_and_the_page_is_whole_on_a_phone
         "waited_s": {"scoring: trajectories": 75.0, "generation: " + long: 10.0},
         "engines": [engine, {**engine, "engine_id": 1, "version": 1240}],
         "prm": {"num_steps": 321456, "num_waiting_tokens": 45123, "num_stopped": 61234},
-        "environment": {"num_between": 1234},
+        "environment": {"num_awaiting_reply": 1234},
     }
     sample = {"step": 1, "prompt": "x" * 500, "columns": {"a" * 90: "y" * 400}, "token_ids": [7], "versions": [[1, 1]], "reward": 0.5}
     lines = ({"kind": "run", "config": {}}, {"kind": "status", **status}, {"kind": "sample", **sample})
