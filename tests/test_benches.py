@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BENCHES = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("*.py") if "def main()" in path.read_text())
+BENCHES = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("*.py") if "harness.run(" in path.read_text())
 
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_bench_finds_everything_it_imports(name: str) -> None:
-    assert callable(importlib.import_module(f"scripts.bench.{name}").main)
+    assert callable(importlib.import_module(f"scripts.bench.{name}").measure)
 
 
 @pytest.mark.slow

@@ -9,7 +9,10 @@ The figures follow from the seed alone, on any machine. How a real vLLM gains is
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import itertools
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -38,34 +41,30 @@ class Counted(peers.SimulatedEngine):
         self.engines.append(self)
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+GOALS = {("a third", "dear"): 1.0, ("a third", "cheap"): 0.95, ("most", "dear"): 1.0, ("all", "dear"): 0.99}
+"""Speed of adaptive over fixed, by what the cache holds and the price of recomputing."""
+
+
+def measure(arguments: Any) -> harness.Measured:
     seeds, steps = range(1 if arguments.quick else 3), 8 if arguments.quick else 20
-    rows: list[list[Any]] = []
-    for holds, kv_tokens in KV_TOKENS.items():
-        for price, prefill_s in PREFILL_S.items():
-            worlds = [
-                peers.World(seed=seed, kv_tokens=kv_tokens, prefill_s=prefill_s, mean_tokens=MEAN_TOKENS, token_s=1e-5) for seed in seeds
-            ]
-            fixed, adaptive = ([_run(world, adapts=adapts, steps=steps) for world in worlds] for adapts in (False, True))
-            rows.append([holds, price, *(_mean([one[n] for one in side]) for n in range(3) for side in (fixed, adaptive))])
-    columns = ["cache holds", "recomputing is", "s", "s adaptive", "pushed out", "adaptive", "stale", "stale adaptive"]
-    by_name = {(row[0], row[1]): row for row in rows}
-    goals = [
-        harness.Goal(name=f"speed, cache holds {holds}, recomputing {price}", value=row[2] / row[3], goal=goal)
-        for (holds, price), goal in (
-            (("a third", "dear"), 1.0),
-            (("a third", "cheap"), 0.95),
-            (("most", "dear"), 1.0),
-            (("all", "dear"), 0.99),
+    rows: dict[tuple[str, str], harness.Row] = {}
+    for holds, price in itertools.product(KV_TOKENS, PREFILL_S):
+        world = functools.partial(
+            peers.World, kv_tokens=KV_TOKENS[holds], prefill_s=PREFILL_S[price], mean_tokens=MEAN_TOKENS, token_s=1e-5
         )
-        if (row := by_name[holds, price])
+        row: harness.Row = {"cache holds": holds, "recomputing is": price}
+        fixed, adaptive = ([_run(world(seed=seed), adapts=adapts, steps=steps) for seed in seeds] for adapts in (False, True))
+        for number, columns in enumerate((("s", "s adaptive"), ("pushed out", "adaptive"), ("stale", "stale adaptive"))):
+            row |= {name: statistics.fmean(one[number] for one in side) for name, side in zip(columns, (fixed, adaptive), strict=True)}
+        rows[holds, price] = row
+    goals = [
+        harness.at_least(f"speed, cache holds {holds}, recomputing {price}", row["s"] / row["s adaptive"], goal)
+        for (holds, price), goal in GOALS.items()
+        if (row := rows[holds, price])
     ]
-    row = by_name["a third", "dear"]
-    goals.append(harness.Goal(name="part of what was pushed out that still is", value=row[5] / row[4], goal=0.8, at_least=False))
-    harness.finish(
-        "concurrency", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=[f"{len(seeds)} seeds, {steps} steps each"]
-    )
+    row = rows["a third", "dear"]
+    goals.append(harness.at_most("part of what was pushed out that still is", row["adaptive"] / row["pushed out"], 0.8))
+    return harness.Measured(rows=list(rows.values()), goals=goals, notes=[f"{len(seeds)} seeds, {steps} steps each"])
 
 
 def _run(world: peers.World, *, adapts: bool, steps: int) -> tuple[float, int, int]:
@@ -88,9 +87,5 @@ def _run(world: peers.World, *, adapts: bool, steps: int) -> tuple[float, int, i
     return found.seconds, sum(engine.num_pushed_out for engine in Counted.engines), found.ending.rollouts.stale
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 if __name__ == "__main__":
-    main()
+    harness.run("concurrency", measure)

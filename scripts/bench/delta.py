@@ -9,12 +9,11 @@ Delta are absolute values, so that a retry is harmless; what they cost over diff
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,23 @@ from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.codec import decode, encode
 from pipelinerl.weights.delta import Delta, Space
 from scripts.bench import harness
+from scripts.bench.qwen3 import qwen3_config
 
 FRACTIONS = (0.005, 0.01, 0.03, 0.05)
 DEMO_LEARNING_RATES = (1e-6, 2e-4)
 """Of large models, and of the demo."""
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     size = 16_000_000 if arguments.quick else 250_000_000
     rows = [_measure(f"synthetic {fraction:.1%}", *_synthetic(size, fraction)) for fraction in FRACTIONS]
-    for label, old, new, layout in _demo_steps(num_steps=3 if arguments.quick else 20):
-        rows.append(_measure(label, old, new, layout))
-    columns = ["what", "M parameters", "changed", "whole MB", "changes MB", "whole / changes", "/ bound", "/ own bound"]
-    columns += ["compare GB/s", "encode GB/s", "decode GB/s", "lay over GB/s", "memcpy GB/s"]
-    worst = max(row[6] for row in rows[: len(FRACTIONS)])
-    harness.finish(
-        "delta",
-        arguments=arguments,
-        columns=columns,
+    worst = max(row["/ bound"] for row in rows)
+    rows += [_measure(*policies) for policies in _demo_steps(num_steps=3 if arguments.quick else 20)]
+    return harness.Measured(
         rows=rows,
-        goals=[harness.Goal(name="bytes over the entropy bound, synthetic, largest", value=worst, goal=1.3, at_least=False)],
+        goals=[harness.at_most("bytes over the entropy bound, synthetic, largest", worst, 1.3)],
         notes=[
             "GB/s are of the whole policy's bytes: compare finds what changed, encode turns it into bytes, decode back, lay over writes it",
             "every row was applied to the old policy and gave the new one bit for bit, twice over",
@@ -57,40 +50,31 @@ def main() -> None:
     )
 
 
-def _measure(label: str, old: torch.Tensor, new: torch.Tensor, layout: Any) -> list[Any]:
+def _measure(label: str, old: torch.Tensor, new: torch.Tensor, layout: Any) -> harness.Row:
     space = Space(layout)
-    compare_s, positions = _timed(lambda: space.compare(old, new))
-    encode_s, encoded = _timed(lambda: encode(space.take(new, positions)))
-    decode_s, changes = _timed(lambda: decode(encoded))
+    timed = functools.partial(harness.median_s, repetitions=3)
+    compare_s, positions = timed(lambda: space.compare(old, new))
+    encode_s, encoded = timed(lambda: encode(space.take(new, positions)))
+    decode_s, changes = timed(lambda: decode(encoded))
     target = old.clone()
-    lay_over_s, _ = _timed(lambda: space.lay_over(target, changes))
+    lay_over_s, _ = timed(lambda: space.lay_over(target, changes))
     if not torch.equal(target, new):
         sys.exit(f"{label}: the changes did not lead to the same bits")
-    memcpy_s, _ = _timed(lambda: target.copy_(new))
+    memcpy_s, _ = timed(lambda: target.copy_(new))
     count = sum(space.num_elements.values())
     bound, own_bound = _bounds(changes, count)
-    gigabytes = len(new) / 1e9
-    return [
-        label,
-        count / 1e6,
-        f"{changes.count / count:.3%}",
-        len(new) / 1e6,
-        len(encoded) / 1e6,
-        len(new) / len(encoded),
-        len(encoded) / bound,
-        len(encoded) / own_bound,
-        *(gigabytes / seconds for seconds in (compare_s, encode_s, decode_s, lay_over_s, memcpy_s)),
-    ]
-
-
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Median of three."""
-    seconds, found = [], None
-    for _ in range(3):
-        before = time.perf_counter()
-        found = work()
-        seconds.append(time.perf_counter() - before)
-    return statistics.median(seconds), found
+    speeds = {"compare": compare_s, "encode": encode_s, "decode": decode_s, "lay over": lay_over_s, "memcpy": memcpy_s}
+    return {
+        "what": label,
+        "M parameters": count / 1e6,
+        "changed": f"{changes.count / count:.3%}",
+        "whole MB": len(new) / 1e6,
+        "changes MB": len(encoded) / 1e6,
+        "whole / changes": len(new) / len(encoded),
+        "/ bound": len(encoded) / bound,
+        "/ own bound": len(encoded) / own_bound,
+        **{f"{name} GB/s": len(new) / 1e9 / seconds for name, seconds in speeds.items()},
+    }
 
 
 def _bounds(changes: Delta, count: int) -> tuple[float, float]:
@@ -128,7 +112,7 @@ def _demo_steps(num_steps: int) -> Iterator[tuple[str, torch.Tensor, torch.Tenso
 
     for learning_rate in DEMO_LEARNING_RATES:
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(_demo_config())
+        model = Qwen3ForCausalLM(qwen3_config(vocabulary=512, eos_token_id=None, bos_token_id=None, pad_token_id=None))
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         digits = torch.randint(3, 13, (32, 6))
         rows = torch.cat([digits, digits.sort(dim=1).values], dim=1)
@@ -154,21 +138,5 @@ def _laid(tensors: dict[str, torch.Tensor], layout: Any) -> torch.Tensor:
     return buffer
 
 
-def _demo_config() -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    harness.run("delta", measure)

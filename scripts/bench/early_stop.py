@@ -11,7 +11,6 @@ What can be saved falls as the policy gets better: there is less to stop.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,10 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.config.file import load
-from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness
+from scripts.bench.demo_runs import lines_of, mean, prepare, program, warm_start
 from scripts.bench.stopped import prm
 from scripts.bench.stopped.digits import SEPARATOR
 
@@ -32,33 +29,18 @@ LAST = 10
 """Steps whose mean reward is reported."""
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     warm, updates, steps = (5, 20, 3) if arguments.quick else (220, 300, 40)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = _prepare(folder, warm_steps=warm, steps=steps, held_out=16 if arguments.quick else 256)
         right = prm.train(folder / "prm", updates=updates)
         rows = [_run(folder, [*overrides, *more], name) for name, more in _ARMS.items() if not (arguments.quick and name == "no stop")]
-    sampled, by_survivors = rows[-1][1], rows[-1][5]
-    saved = by_survivors / (sampled + by_survivors) if arguments.quick else 1.0 - sampled / rows[0][1]
-    harness.finish(
-        "early_stop",
-        arguments=arguments,
-        columns=[
-            "run",
-            "tokens sampled",
-            "rollouts started",
-            "flagged",
-            "stopped",
-            "saved, by the survivors",
-            f"reward, last {LAST} steps",
-            "held-out before",
-            "held-out after",
-            "seconds",
-        ],
+    sampled, by_survivors = rows[-1]["tokens sampled"], rows[-1]["saved, by the survivors"]
+    saved = by_survivors / (sampled + by_survivors) if arguments.quick else 1.0 - sampled / rows[0]["tokens sampled"]
+    return harness.Measured(
         rows=rows,
-        goals=[harness.Goal(name="tokens saved by stopping, part of those without", value=saved, goal=0.0)],
+        goals=[harness.at_least("tokens saved by stopping, part of those without", saved, 0.0)],
         notes=[
             f"{steps} steps of 128 rollouts started, 38 tokens whole, staleness bound 2, a step under {BELOW} flags, {KEEP:.0%} go on",
             f"the process reward model is right about {right:.1%} of steps; warm start of {warm} steps",
@@ -81,47 +63,36 @@ _ARMS = {
 
 def _prepare(folder: Path, *, warm_steps: int, steps: int, held_out: int) -> list[str]:
     """A warm-started model, and what both runs are told."""
-    settings = demo_config(folder=folder, seed=0)
-    make_demo_model(folder / "demo-model", seed=0)
     overrides = [f'data.source="{TASK}:train_prompts"', f'evaluation.source="{TASK}:held_out_prompts"']
     overrides += [f'reward=[{{function="{TASK}:reward"}}]', f'sft.source="{TASK}:demonstrations"', f"sft.steps={warm_steps}"]
-    overrides += [
-        "model.max_tokens=56",
-        "rollout.max_tokens=44",
-        "engine.max_running=8",
-        "batch.groups_per_step=16",
-        "batch.max_tokens=2048",
-    ]
+    overrides += ["model.max_tokens=56", "rollout.max_tokens=44", "engine.max_running=8"]
+    overrides += ["batch.groups_per_step=16", "batch.max_tokens=2048", "pipeline.max_staleness=2"]
     overrides += [f"trainer.steps={steps}", f"evaluation.every={steps}", f"evaluation.limit={held_out}", "trainer.learning_rate=5e-5"]
     overrides += [f"prm.path={folder / 'prm'}", f"prm.tag={prm.TAG}", f'prm.separator="{SEPARATOR}"', "prm.dtype=float32"]
-    overrides += ["prm.chunk_tokens=7", "prm.early_stop.min_steps=1", "pipeline.max_staleness=2"]
-    subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), *overrides], check=True)
-    return [*overrides, f"model.path={load(settings).sft_output}"]
+    overrides += ["prm.chunk_tokens=7", "prm.early_stop.min_steps=1"]
+    return [*overrides, warm_start(prepare(folder), *overrides)]
 
 
-def _run(folder: Path, overrides: list[str], name: str) -> list[Any]:
-    subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(folder / "demo.toml"), *overrides], check=True)
+def _run(folder: Path, overrides: list[str], name: str) -> harness.Row:
+    program("pipelinerl", "run", str(folder / "demo.toml"), *overrides)
     run_folder = next(folder.glob("stopped-2*" if name == "early stop" else "whole-2*"))
-    subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
-    lines = list(read_journals(run_folder))
-    steps = [line for line in lines if line["kind"] == "step"]
-    status = [line for line in lines if line["kind"] == "status"]
-    held_out = [line["reward_mean"] for line in lines if line["kind"] == "evaluation"]
-    last = status[-1]
+    program("pipelinerl.checker", str(run_folder))
+    lines = lines_of(run_folder)
+    steps, last = lines["step"], lines["status"][-1]
     stopping = last["prm"] if "num_stopped" in (last["prm"] or {}) else {"num_hopeless": 0, "num_stopped": 0, "num_saved_tokens": 0.0}
-    return [
-        name,
-        last["generated_tokens"],
-        last["rollouts"]["admitted"],
-        stopping["num_hopeless"],
-        stopping["num_stopped"],
-        stopping["num_saved_tokens"],
-        sum(line["reward_mean"] for line in steps[-LAST:]) / len(steps[-LAST:]),
-        held_out[0],
-        held_out[-1],
-        steps[-1]["t"] - steps[0]["t"],
-    ]
+    return {
+        "run": name,
+        "tokens sampled": last["generated_tokens"],
+        "rollouts started": last["rollouts"]["admitted"],
+        "flagged": stopping["num_hopeless"],
+        "stopped": stopping["num_stopped"],
+        "saved, by the survivors": stopping["num_saved_tokens"],
+        f"reward, last {LAST} steps": mean(steps[-LAST:], "reward_mean"),
+        "held-out before": lines["evaluation"][0]["reward_mean"],
+        "held-out after": lines["evaluation"][-1]["reward_mean"],
+        "seconds": steps[-1]["t"] - steps[0]["t"],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("early_stop", measure)

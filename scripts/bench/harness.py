@@ -1,19 +1,23 @@
-"""The parts that all benches share: options, table, JSON file, and verdict.
+"""The part that all benches share: options, table, JSON file, goals and verdict.
 
-A bench measures ratios against a reference in the same run, because machines are noisy; it stores what it measured with date, machine and
-commit; with `--check` it exits 1 where a goal is missed. The last line printed always says the figure.
+A bench is a function from its options to what it measured (`Measured`) or None where it has to be called again. It measures ratios against
+a reference in the same run, because machines are noisy. What it measured is stored with date, machine and commit; with `--check` the
+process exits 1 where a goal is missed. The last line printed always says the figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,18 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+"""A row of the table, by the names of its columns."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Goal:
     """One figure against its goal."""
 
     name: str
     value: float
     goal: float
-    at_least: bool = True
+    at_least: bool
     """False: the value must not exceed the goal."""
 
     @property
@@ -42,55 +48,98 @@ class Goal:
         return f"{self.name} {self.value:.4g} {sign} {self.goal:g} ({'met' if self.is_met else 'MISSED'})"
 
 
-def options(description: str) -> argparse.ArgumentParser:
-    """The options every bench takes; a bench may add its own."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def at_least(name: str, value: float, goal: float) -> Goal:
+    return Goal(name, value, goal, at_least=True)
+
+
+def at_most(name: str, value: float, goal: float) -> Goal:
+    return Goal(name, value, goal, at_least=False)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Measured:
+    """What a bench found; its parts may add to it in turn. All rows have the same columns."""
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    goals: list[Goal] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def run(name: str, measure: Callable[[argparse.Namespace], Measured | None], *, options: Mapping[str, Row] | None = None) -> None:
+    """Run a bench from the command line: its module's docstring is its help, and `options` are its own, as argparse takes them.
+
+    Print the table, store it as JSON, print each goal and last the verdict; exit 1 under `--check` where a goal is missed.
+    """
+    parser = argparse.ArgumentParser(
+        description=sys.modules[measure.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="under 50 s: fewer repetitions and sizes")
     parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
-    return parser
-
-
-def finish(
-    name: str, *, arguments: argparse.Namespace, columns: list[str], rows: list[list[Any]], goals: list[Goal], notes: list[str]
-) -> None:
-    """Print the table, store it as JSON, print each goal and last the verdict; exit 1 under `--check` where one is missed."""
-    show(name, columns=columns, rows=rows, notes=notes)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}{'-quick' if arguments.quick else ''}.json"
+    for option, words in (options or {}).items():
+        parser.add_argument(option, **words)
+    arguments = parser.parse_args()
+    if (found := measure(arguments)) is None:
+        return
+    show(name, found)
     record = {
         "bench": name,
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_processor()}",
         "options": vars(arguments),
-        "rows": [dict(zip(columns, row, strict=True)) for row in rows],
-        "goals": [{**dataclasses.asdict(goal), "is_met": goal.is_met} for goal in goals],
-        "notes": notes,
+        "rows": found.rows,
+        "goals": [{**dataclasses.asdict(goal), "is_met": goal.is_met} for goal in found.goals],
+        "notes": found.notes,
     }
-    path.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    for goal in goals:
+    RESULTS.mkdir(exist_ok=True)
+    stored_at(name, arguments).write_text(json.dumps(record, indent=1, default=str) + "\n")
+    for goal in found.goals:
         print(goal)
-    missed = [goal for goal in goals if not goal.is_met]
-    print(
-        f"{name}: {len(goals) - len(missed)} of {len(goals)} goals met" + "".join(f"; {goal}" for goal in missed or goals[:1]), flush=True
-    )
+    missed = [goal for goal in found.goals if not goal.is_met]
+    met = f"{name}: {len(found.goals) - len(missed)} of {len(found.goals)} goals met"
+    print(met + "".join(f"; {goal}" for goal in missed or found.goals[:1]), flush=True)
     if arguments.check and missed:
         sys.exit(1)
 
 
-def show(title: str, *, columns: list[str], rows: list[list[Any]], notes: list[str]) -> None:
+def show(title: str, found: Measured) -> None:
     """Print a table and what is to be said of it."""
     console = Console(width=160)
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*(_text(value) for value in row))
+    table = Table(*(found.rows[0] if found.rows else ()), title=title)
+    for row in found.rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
-    for note in notes:
+    for note in found.notes:
         console.print(note, highlight=False)
 
 
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def stored_at(name: str, arguments: argparse.Namespace) -> Path:
+    """The file that holds the newest results of a bench."""
+    return RESULTS / f"{name}{'-quick' if arguments.quick else ''}.json"
+
+
+def in_turns(repetitions: int, ways: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure each way and then all of them again, so that all see the machine in the same moods."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for _ in range(repetitions):
+        for name, measure in ways.items():
+            found[name].append(measure())
+    return found
+
+
+def median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
+    """The median of each value over the reference that was measured beside it."""
+    return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
+
+
+def median_s(work: Callable[[], Any], *, repetitions: int) -> tuple[float, Any]:
+    """The median seconds of some work, and what it returned last."""
+    seconds, found = [], None
+    for _ in range(repetitions):
+        before = time.perf_counter()
+        found = work()
+        seconds.append(time.perf_counter() - before)
+    return statistics.median(seconds), found
 
 
 def _commit() -> str:

@@ -38,30 +38,20 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 EXTRA: dict[str, Any] = {"structured_outputs": {"regex": "SCORE: [0-9]"}}
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     count = 16 if arguments.quick else 64
+    found = harness.Measured(notes=[f"{AT_ONCE} questions at once, 0.4 M parameters, CPU"])
     with tempfile.TemporaryDirectory() as name, _server(Path(name)) as url:
-        rewards, seconds = _as_reward(url, count)
-        steps, step_seconds = _as_process_reward_model(url, count)
-    found = [("reward", rewards, seconds), ("every step", steps, step_seconds)]
-    harness.finish(
-        "judge",
-        arguments=arguments,
-        columns=["asked as", "questions", "with a score", "p50 s", "longest s"],
-        rows=[[name, len(scores), len(_given(scores)), *times] for name, scores, times in found],
-        goals=[
-            harness.Goal(name=f"{name}: part with a score", value=len(_given(scores)) / len(scores), goal=1.0) for name, scores, _ in found
-        ],
-        notes=[f"{AT_ONCE} questions at once, 0.4 M parameters, CPU"],
-    )
+        for way, ask in (("reward", _as_reward), ("every step", _as_process_reward_model)):
+            scores, seconds = ask(url, count)
+            given = sum(score is not None for score in scores)
+            times = {"p50 s": statistics.median(seconds), "longest s": max(seconds)}
+            found.rows.append({"asked as": way, "questions": len(scores), "with a score": given, **times})
+            found.goals.append(harness.at_least(f"{way}: part with a score", given / len(scores), 1.0))
+    return found
 
 
-def _given(scores: list[float | None]) -> list[float]:
-    return [score for score in scores if score is not None]
-
-
-def _as_reward(url: str, count: int) -> tuple[list[float | None], tuple[float, float]]:
+def _as_reward(url: str, count: int) -> tuple[list[float | None], list[float]]:
     def ask(number: int) -> tuple[float, float]:
         begin = time.perf_counter()
         score = ask_judge(f"What is {number} + 1?", f"It is {number + 1}.", url=url, model="judge", extra=EXTRA)
@@ -69,11 +59,10 @@ def _as_reward(url: str, count: int) -> tuple[list[float | None], tuple[float, f
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(ask, range(count)))
-    seconds = [duration for _, duration in answers]
-    return [score for score, _ in answers], (statistics.median(seconds), max(seconds))
+    return [score for score, _ in answers], [duration for _, duration in answers]
 
 
-def _as_process_reward_model(url: str, count: int) -> tuple[list[float | None], tuple[float, float]]:
+def _as_process_reward_model(url: str, count: int) -> tuple[list[float | None], list[float]]:
     """Traces of three steps; the seconds are those of a batch of `AT_ONCE` traces."""
     section = PrmSection(judge=PrmJudgeSection(url=url, model="judge", concurrency=AT_ONCE, extra=EXTRA))  # pyright: ignore[reportCallIssue]
     scorer = JudgeScorer(section)
@@ -89,7 +78,7 @@ def _as_process_reward_model(url: str, count: int) -> tuple[list[float | None], 
         answers = scorer.score(traces)
         seconds.append(time.perf_counter() - begin)
         scores += [answer.score if answer.outcome is Outcome.OK else None for answer in answers]
-    return scores, (statistics.median(seconds), max(seconds))
+    return scores, seconds
 
 
 @contextlib.contextmanager
@@ -126,4 +115,4 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], *, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("judge", measure)

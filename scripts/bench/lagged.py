@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3ForCausalLM, set_seed
 
 from pipelinerl.algorithms.advantage import group_advantages
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup
@@ -27,6 +27,7 @@ from pipelinerl.algorithms.method import ALWAYS_OFFERED, TRAINER_OFFERS, Method
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts, reward, train_prompts
 from pipelinerl.messages import UNSAMPLED, MicroBatch, StepClosed
+from scripts.bench.qwen3 import qwen3_config
 from trainer.engine import Outputs
 from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
@@ -83,7 +84,6 @@ class Job:
 class Curve:
     """The learning curve of one job."""
 
-    job: Job
     samples: list[int]
     """Trained when each evaluation was made."""
     scores: list[float]
@@ -107,17 +107,12 @@ class Curve:
 def make_small_model(folder: Path) -> None:
     """Write a fresh Qwen3 of 0.16 M parameters over the demo's characters."""
     set_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + FIRST_CHARACTER,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        pad_token_id=0,
+    config = qwen3_config(
+        vocabulary=len(CHARACTERS) + FIRST_CHARACTER,
+        hidden=64,
+        layers=3,
+        heads=2,
+        positions=32,
         eos_token_id=EOS,
         bos_token_id=None,
         dtype="float32",
@@ -171,7 +166,7 @@ def learn(job: Job) -> Curve:
         if (number + 1) % task.evaluate_every == 0:
             samples.append((number + 1) * task.groups * task.group_size)
             scores.append(_score(sampler, policies[-1], num_held_out=task.num_held_out))
-    return Curve(job=job, samples=samples, scores=scores, age_mean=float(np.mean(ages)), ess=float(np.mean(ess)))
+    return Curve(samples=samples, scores=scores, age_mean=float(np.mean(ages)), ess=float(np.mean(ess)))
 
 
 class Sampler:

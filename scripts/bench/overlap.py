@@ -14,7 +14,6 @@ reach it can be shown: staleness might buy samples that teach less.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -29,8 +28,8 @@ import numpy as np
 
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse
-from pipelinerl.observe.lines import read_journals
-from scripts.bench import harness, warm
+from scripts.bench import children, harness, warm
+from scripts.bench.demo_runs import lines_of, mean
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,67 +69,37 @@ def reward(prompt: str, completion: str) -> float:
     return sum(ord(character) % 2 == 0 for character in completion) / max(1, len(completion))
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("overlap needs two cores: with one, nothing can overlap")
     size = QUICK if arguments.quick else FULL
     warm.import_roles()
     shutil.rmtree(FOLDER, ignore_errors=True)
-    _in_child(_make_model)
-    alone = _in_child(_engine_alone, size)
-    neighbour = _busy_neighbour()
-    beside = _in_child(_engine_alone, size)
+    children.result_of(_make_model)
+    alone = children.result_of(_engine_alone, size, cores={ENGINE_CORE})
+    neighbour = children.start(_multiply_matrices, cores={OTHER_CORE})
+    beside = children.result_of(_engine_alone, size, cores={ENGINE_CORE})
     os.kill(neighbour, signal.SIGKILL)
     os.waitpid(neighbour, 0)
     modes = [Mode.SYNC, Mode.STREAMING] if arguments.quick else [Mode.SYNC, Mode.ONE_STEP_OFF, Mode.STREAMING]
-    measured = {mode: _measure(mode, size) for mode in modes}
-    sync, streaming = measured[Mode.SYNC], measured[Mode.STREAMING]
-    rows = [
-        [
-            mode.value,
-            found["samples_per_s"],
-            found["samples_per_s"] / sync["samples_per_s"],
-            found["reward_s"],
-            found["tokens_per_s"],
-            found["engine_idle"],
-            found["trainer_idle"],
-            found["staleness_mean"],
-            found["staleness_max"],
-            found["pause_p50_ms"],
-            found["pause_p99_ms"],
-            found["busy_tokens_per_s"] / alone,
-        ]
-        for mode, found in measured.items()
-    ]
-    columns = [
-        "mode",
-        "samples/s",
-        "x sync",
-        f"s to reward {REWARD_GOAL}",
-        "tokens/s",
-        "engine idle",
-        "trainer idle",
-        "staleness mean",
-        "max",
-    ]
-    columns += ["pause p50 ms", "p99 ms", "engine speed / alone"]
-    limit = 1 + min(sync["engine_idle"], 1 - sync["engine_idle"]) / max(sync["engine_idle"], 1 - sync["engine_idle"])
-    harness.finish(
-        "overlap",
-        arguments=arguments,
-        columns=columns,
+    rows = [_run(mode, size) for mode in modes]
+    sync, streaming = rows[0], rows[-1]
+    busy_speed = streaming["engine speed / alone"]
+    for row in rows:
+        row["x sync"] = row["samples/s"] / sync["samples/s"]
+        row["engine speed / alone"] /= alone
+    idle = sync["engine idle"]
+    limit = 1 + min(idle, 1 - idle) / max(idle, 1 - idle)
+    return harness.Measured(
         rows=rows,
         goals=[
-            harness.Goal(name="streaming samples/s over sync", value=streaming["samples_per_s"] / sync["samples_per_s"], goal=size.goal),
-            harness.Goal(name="engine speed while training over alone", value=streaming["busy_tokens_per_s"] / alone, goal=0.97),
-            harness.Goal(
-                name="engine speed while training over beside a busy core", value=streaming["busy_tokens_per_s"] / beside, goal=0.97
-            ),
+            harness.at_least("streaming samples/s over sync", streaming["x sync"], size.goal),
+            harness.at_least("engine speed while training over alone", busy_speed / alone, 0.97),
+            harness.at_least("engine speed while training over beside a busy core", busy_speed / beside, 0.97),
         ],
         notes=[
             f"engine alone: {alone:.0f} tokens/s; beside a busy core: {beside:.0f}, {beside / alone:.3f} of it: the limit of this machine",
-            f"in sync the engine idles {sync['engine_idle']:.0%} of the time: perfect overlap of these halves is {limit:.2f} x sync",
+            f"in sync the engine idles {idle:.0%} of the time: perfect overlap of these halves is {limit:.2f} x sync",
         ],
     )
 
@@ -152,28 +121,28 @@ def _config(mode: Mode, size: Size) -> Config:
     return parse(tree, origin="overlap")
 
 
-def _measure(mode: Mode, size: Size) -> dict[str, Any]:
+def _run(mode: Mode, size: Size) -> harness.Row:
+    """A row of the table; what is told beside other rows or the engine alone is to be divided by them yet."""
     others = {"orchestrator": {OTHER_CORE}, "scorer-0": {OTHER_CORE}, "trainer": {OTHER_CORE}}
-    run_folder = warm.run(_config(mode, size), cores=others, deadline_s=300)
-    lines = read_journals(run_folder)
-    done = [line for line in lines if line["kind"] == "step"]
-    began = min(line["start"] for line in lines if line["kind"] == "span" and line["process"].startswith("engine"))
-    seconds = done[-1]["t"] - began
-    engine = [line for line in lines if line["kind"] == "load" and "num_tokens" in line][-1]
-    pauses = [line["pause_s"] * 1e3 for line in lines if line["kind"] == "swap"]
-    good = [line["t"] - began for line in done if line["reward_mean"] >= REWARD_GOAL]
+    lines = lines_of(warm.run(_config(mode, size), cores=others, deadline_s=300))
+    steps = lines["step"]
+    began = min(line["start"] for line in lines["span"] if line["process"].startswith("engine"))
+    seconds = steps[-1]["t"] - began
+    engine = [line for line in lines["load"] if "num_tokens" in line][-1]
+    pauses = [line["pause_s"] * 1e3 for line in lines["swap"]]
     return {
-        "seconds": seconds,
-        "samples_per_s": sum(line["num_samples"] for line in done) / seconds,
-        "reward_s": good[0] if good else None,
-        "tokens_per_s": sum(line["num_trained_tokens"] for line in done) / seconds,
-        "engine_idle": 1 - engine["busy_s"] / seconds,
-        "trainer_idle": 1 - sum(_working_s(line["trainer"]) for line in done) / seconds,
-        "staleness_mean": float(np.mean([line["staleness_mean"] for line in done])),
-        "staleness_max": max(line["staleness_max"] for line in done),
-        "pause_p50_ms": float(np.percentile(pauses, 50)),
-        "pause_p99_ms": float(np.percentile(pauses, 99)),
-        "busy_tokens_per_s": engine["num_tokens"] / engine["busy_s"],
+        "mode": mode.value,
+        "samples/s": sum(line["num_samples"] for line in steps) / seconds,
+        "x sync": 1.0,
+        f"s to reward {REWARD_GOAL}": next((line["t"] - began for line in steps if line["reward_mean"] >= REWARD_GOAL), None),
+        "tokens/s": sum(line["num_trained_tokens"] for line in steps) / seconds,
+        "engine idle": 1 - engine["busy_s"] / seconds,
+        "trainer idle": 1 - sum(_working_s(line["trainer"]) for line in steps) / seconds,
+        "staleness mean": mean(steps, "staleness_mean"),
+        "max": max(line["staleness_max"] for line in steps),
+        "pause p50 ms": float(np.percentile(pauses, 50)),
+        "p99 ms": float(np.percentile(pauses, 99)),
+        "engine speed / alone": engine["num_tokens"] / engine["busy_s"],
     }
 
 
@@ -182,37 +151,21 @@ def _working_s(trainer: dict[str, float]) -> float:
     return sum(trainer.get(f"{phase}_s", 0.0) for phase in ("forward_backward", "optimizer", "publish"))
 
 
-def _make_model() -> float:
+def _make_model() -> None:
     """A random 1.1 M parameter Qwen3 over 512 characters, whose completions end by chance after about 110 tokens."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
+    from scripts.bench.qwen3 import qwen3_config
     from tests.tiny_models import make_tokenizer
 
     torch.manual_seed(0)
-    folder = FOLDER / "model"
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    make_tokenizer(folder)
-    return 0.0
+    Qwen3ForCausalLM(qwen3_config(vocabulary=512)).save_pretrained(FOLDER / "model")
+    make_tokenizer(FOLDER / "model")
 
 
 def _engine_alone(size: Size) -> float:
     """Tokens per second of the engine on its core, kept full, with nobody else running."""
-    os.sched_setaffinity(0, {ENGINE_CORE})
     from pipelinerl.engine.vllm.engine import VllmEngine
     from pipelinerl.messages import Generate, Sampling
 
@@ -237,12 +190,8 @@ def _engine_alone(size: Size) -> float:
     return tokens / (time.monotonic() - measuring)
 
 
-def _busy_neighbour() -> int:
-    """A process that multiplies matrices on the other core, as a trainer would."""
-    child = os.fork()
-    if child:
-        return child
-    os.sched_setaffinity(0, {OTHER_CORE})
+def _multiply_matrices() -> None:
+    """What a trainer would do on the other core, without end."""
     import torch
 
     matrix = torch.randn(1024, 384)
@@ -250,26 +199,5 @@ def _busy_neighbour() -> int:
         torch.nn.functional.linear(matrix, matrix)
 
 
-def _in_child(work, *arguments) -> float:
-    """Run in a fork, so that this process never runs a torch operation and stays safe to fork."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.write(writer, json.dumps(work(*arguments)).encode())
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as result:
-        text = result.read()
-    os.waitpid(child, 0)
-    if not text:
-        sys.exit(f"{work.__name__} failed; its error stands above")
-    return json.loads(text)
-
-
 if __name__ == "__main__":
-    main()
+    harness.run("overlap", measure)

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.engine.environment import set_environment
-from pipelinerl.rewards.prm.scorer import Convention, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
+from pipelinerl.rewards.prm.scorer import Convention, Cost, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
 from pipelinerl.rewards.prm.steps import Splitter
 from scripts.bench import harness
 from tests.tiny_models import make_prm
@@ -41,9 +41,7 @@ LARGEST_GAP = 1e-4
 class Figures:
     """The cost of scoring all traces."""
 
-    num_computed: int
-    num_requests: int
-    num_asked_again: int
+    cost: Cost
     busy_s: float
     late_s: float
     scores: tuple[float, ...]
@@ -63,7 +61,7 @@ class FromScratch:
         return self._engine.rows(requests, salt=salt, reads_cache=False)
 
 
-def measure(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str) -> Figures:
+def grow(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str) -> Figures:
     """Let all traces grow by `chunk_tokens` at a time, and score what becomes complete."""
     scorer = PrmScorer(engine, convention=CONVENTION, version=name)
     traces = [
@@ -88,11 +86,8 @@ def measure(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str
         late_s = time.perf_counter() - begin
         busy_s += late_s
     found.sort(key=lambda one: (int(one.rollout_id), one.step))
-    cost = scorer.cost
     return Figures(
-        num_computed=cost.num_computed,
-        num_requests=cost.num_requests,
-        num_asked_again=cost.num_asked_again,
+        cost=scorer.cost,
         busy_s=busy_s,
         late_s=late_s,
         scores=tuple(float("nan") if one.score is None else one.score for one in found),
@@ -119,41 +114,44 @@ def engine_in(folder: Path) -> PrmEngine:
     return VllmPrm(folder, dtype="float32", max_tokens=4096)
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     set_environment()
+    from pipelinerl.rewards.prm.vllm import BLOCK_TOKENS
+
     cases = [(1536, 16)] if arguments.quick else [(1536, 16), (1536, 64), (2048, 8), (2048, 16), (2048, 32)]
-    rows: list[list[Any]] = []
-    goals: list[harness.Goal] = []
+    found = harness.Measured(
+        notes=[f"{NUM_TRACES} traces side by side, chunks of {CHUNK_TOKENS} tokens, blocks of {BLOCK_TOKENS}; 0.4 M parameters, float32"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_in(Path(folder))
-        measure(engine, texts=traces_of(256, num_steps=4), chunk_tokens=CHUNK_TOKENS, name="warm-up")
+        grow(engine, texts=traces_of(256, num_steps=4), chunk_tokens=CHUNK_TOKENS, name="warm-up")
         for num_tokens, num_steps in cases:
             texts, case = traces_of(num_tokens, num_steps=num_steps), f"{num_tokens}/{num_steps}"
-            whole = measure(engine, texts=texts, chunk_tokens=10 * num_tokens, name=f"whole {case}")
-            growing = measure(engine, texts=texts, chunk_tokens=CHUNK_TOKENS, name=f"growing {case}")
-            scratch = measure(FromScratch(engine), texts=texts, chunk_tokens=CHUNK_TOKENS, name=f"scratch {case}")
+            whole = grow(engine, texts=texts, chunk_tokens=10 * num_tokens, name=f"whole {case}")
+            growing = grow(engine, texts=texts, chunk_tokens=CHUNK_TOKENS, name=f"growing {case}")
+            scratch = grow(FromScratch(engine), texts=texts, chunk_tokens=CHUNK_TOKENS, name=f"scratch {case}")
             for way, figures in (("at the end", whole), ("meanwhile", growing), ("meanwhile, from scratch", scratch)):
-                per_trace, ratio = figures.num_computed / NUM_TRACES, figures.num_computed / whole.num_computed
-                again, late_ms = figures.num_asked_again, figures.late_s * 1e3
-                rows.append([num_tokens, num_steps, way, per_trace, ratio, figures.num_requests, again, figures.busy_s, late_ms])
-            ratio = growing.num_computed / whole.num_computed
+                found.rows.append(
+                    {
+                        "tokens": num_tokens,
+                        "steps": num_steps,
+                        "scored": way,
+                        "computed per trace": figures.cost.num_computed / NUM_TRACES,
+                        "over one prefill": figures.cost.num_computed / whole.cost.num_computed,
+                        "requests": figures.cost.num_requests,
+                        "past the cache": figures.cost.num_asked_again,
+                        "busy s": figures.busy_s,
+                        "late ms": figures.late_s * 1e3,
+                    }
+                )
             gap = max(abs(one - other) for one, other in zip(growing.scores, whole.scores, strict=True))
             print(f"{case}: largest gap between scores made meanwhile and at the end {gap:.2g}")
             if (num_tokens, num_steps) == cases[0]:
-                goals.append(harness.Goal(name="tokens computed meanwhile over one prefill", value=ratio, goal=GOAL, at_least=False))
-                goals.append(harness.Goal(name="largest gap of a score", value=gap, goal=LARGEST_GAP, at_least=False))
-    from pipelinerl.rewards.prm.vllm import BLOCK_TOKENS
-
-    harness.finish(
-        "prm",
-        arguments=arguments,
-        columns=["tokens", "steps", "scored", "computed per trace", "over one prefill", "requests", "past the cache", "busy s", "late ms"],
-        rows=rows,
-        goals=goals,
-        notes=[f"{NUM_TRACES} traces side by side, chunks of {CHUNK_TOKENS} tokens, blocks of {BLOCK_TOKENS}; 0.4 M parameters, float32"],
-    )
+                ratio = growing.cost.num_computed / whole.cost.num_computed
+                found.goals.append(harness.at_most("tokens computed meanwhile over one prefill", ratio, GOAL))
+                found.goals.append(harness.at_most("largest gap of a score", gap, LARGEST_GAP))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("prm", measure)

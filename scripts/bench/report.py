@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,37 +42,45 @@ print(json.dumps([time.perf_counter() - began, used.ru_utime + used.ru_stime, us
 """
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     lengths = (1_000, 10_000) if arguments.quick else (1_000, 10_000, 100_000)
     _, start_s, start_mib = _report("-")
-    rows: list[list[Any]] = []
+    rows: list[harness.Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for num_steps in lengths:
             run = Path(folder) / str(num_steps)
-            began = time.perf_counter()
-            DemoJournals(run, num_steps=num_steps).write()
-            write_s = time.perf_counter() - began
+            write_s, _ = harness.median_s(DemoJournals(run, num_steps=num_steps).write, repetitions=1)
             seconds, worked_s, mib = min(_report(str(run)) for _ in range(1 if num_steps > 10_000 else 2))
-            page_mb = (run / "report.html").stat().st_size / 1e6
-            rows.append([num_steps, _bytes(run) / 1e6, write_s, seconds, worked_s, mib, 1e3 * (worked_s - start_s) / num_steps, page_mb])
+            rows.append(
+                {
+                    "steps": num_steps,
+                    "journal MB": sum(path.stat().st_size for path in (run / "journal").iterdir()) / 1e6,
+                    "written in s": write_s,
+                    "report s": seconds,
+                    "processor s": worked_s,
+                    "peak MiB": mib,
+                    "ms a step": 1e3 * (worked_s - start_s) / num_steps,
+                    "page MB": (run / "report.html").stat().st_size / 1e6,
+                }
+            )
         aged = aged_bytes(Path(folder) / "aged")
-    columns = ["steps", "journal MB", "written in s", "report s", "processor s", "peak MiB", "ms a step", "page MB"]
     month_steps = DAYS * 86400 * STEPS_PER_S
-    month_bytes = month_bytes_of(aged)
-    goals = [
-        harness.Goal(
-            name=f"ms a step, {lengths[-1]:,} steps over {lengths[-2]:,}", value=rows[-1][6] / rows[-2][6], goal=1.5, at_least=False
-        ),
-        harness.Goal(name=f"seconds of a report of {lengths[-1]:,} steps", value=rows[-1][3], goal=60.0, at_least=False),
-        harness.Goal(name=f"GB of journal in {DAYS} days of the demo's pace", value=month_bytes / 1e9, goal=4.0, at_least=False),
-    ]
-    notes = [
-        f"a process that imports the report and does nothing: {start_s:.2f} s, {start_mib:.0f} MiB",
-        f"{DAYS} days: {month_steps:,.0f} steps x {aged:.0f} B + {PROCESSES} processes x 2 x {SEGMENT_BYTES >> 20} MiB kept whole"
-        f" = {month_bytes / 1e9:.2f} GB; unthinned {month_steps * _plain_bytes(rows) / 1e9:.0f} GB",
-    ]
-    harness.finish("report", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+    month_gb = month_bytes_of(aged) / 1e9
+    unthinned = 1e6 * rows[0]["journal MB"] / rows[0]["steps"]  # the shortest run has thinned nothing
+    shorter, longest = rows[-2:]
+    return harness.Measured(
+        rows=rows,
+        goals=[
+            harness.at_most(f"ms a step, {lengths[-1]:,} steps over {lengths[-2]:,}", longest["ms a step"] / shorter["ms a step"], 1.5),
+            harness.at_most(f"seconds of a report of {lengths[-1]:,} steps", longest["report s"], 60.0),
+            harness.at_most(f"GB of journal in {DAYS} days of the demo's pace", month_gb, 4.0),
+        ],
+        notes=[
+            f"a process that imports the report and does nothing: {start_s:.2f} s, {start_mib:.0f} MiB",
+            f"{DAYS} days: {month_steps:,.0f} steps x {aged:.0f} B + {PROCESSES} processes x 2 x {SEGMENT_BYTES >> 20} MiB kept whole"
+            f" = {month_gb:.2f} GB; unthinned {month_steps * unthinned / 1e9:.0f} GB",
+        ],
+    )
 
 
 def aged_bytes(folder: Path) -> float:
@@ -91,15 +98,6 @@ def month_bytes_of(step_bytes: float) -> float:
     return DAYS * 86400 * STEPS_PER_S * step_bytes + PROCESSES * 2 * SEGMENT_BYTES
 
 
-def _plain_bytes(rows: list[list[Any]]) -> float:
-    """Bytes a step of the shortest run, which nothing has thinned."""
-    return 1e6 * rows[0][1] / rows[0][0]
-
-
-def _bytes(run: Path) -> int:
-    return sum(path.stat().st_size for path in (run / "journal").iterdir())
-
-
 def _report(run: str) -> tuple[float, float, float]:
     """Seconds, those on a processor, and peak MiB of a process that writes a run's report; of one that only starts for `-`."""
     done = subprocess.run([sys.executable, "-c", _WRITE, run], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
@@ -108,4 +106,4 @@ def _report(run: str) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("report", measure)

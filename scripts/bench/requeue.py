@@ -23,11 +23,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipelinerl.config.file import load
-from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.launch.slurm import submit
 from pipelinerl.observe.lines import read_journal
 from pipelinerl.observe.tracking.identity import id_in_checkpoint
 from scripts.bench import harness
+from scripts.bench.demo_runs import prepare, warm_start
 from tests.observe.tracking.wandb_file import history
 from tests.slurm import cluster as slurm
 
@@ -39,25 +39,14 @@ LONG_MIN = 600
 PATIENCE_S = 900.0
 
 
-def main() -> None:
-    parser = harness.options(__doc__ or "")
-    parser.add_argument("--requeues", type=int, help="default 20, with --quick 2")
-    parser.add_argument(
-        "--limits",
-        type=int,
-        default=2,
-        help="so many requeues by the limit itself, which Slurm looks for twice a minute; the others by a USR1",
-    )
-    parser.add_argument("--apart", action="store_true", help="the engine on a machine of its own (network namespaces)")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_args()
+def measure(arguments: Any) -> harness.Measured:
     requeues = arguments.requeues or (2 if arguments.quick else 20)
     with tempfile.TemporaryDirectory() as folder:
         apart = ["slurm.engine_nodes=1"] if arguments.apart else []
         run_folder = _job(Path(folder) / "runs", [*apart, *arguments.overrides])
         with slurm.cluster(_made(Path(folder) / "slurm"), nodes=2 if arguments.apart else 1, is_apart=arguments.apart) as machine:
             attempts = _run(machine, run_folder, requeues=requeues, limits=arguments.limits)
-        _report(arguments, run_folder, attempts, requeues=requeues)
+        return _judge(run_folder, attempts, requeues=requeues)
 
 
 def _made(folder: Path) -> Path:
@@ -68,16 +57,14 @@ def _made(folder: Path) -> Path:
 
 def _job(folder: Path, overrides: list[str]) -> Path:
     """The demo, prepared as a job; as it has no last step yet, a checkpoint comes only from a wish to save."""
-    settings = demo_config(folder=folder, seed=0)
-    make_demo_model(folder / "demo-model", seed=0)
-    subprocess.run([sys.executable, "-m", "trainer.sft", str(settings), "sft.steps=100"], check=True)
+    settings = prepare(folder)
+    model = warm_start(settings, "sft.steps=100")
     job = ["trainer.steps=1000000", "checkpoint.every=1000000", "evaluation.every=0", "evaluation.limit=32", 'tracking.to=["wandb"]']
     job += [f"slurm.time={LONG_MIN}", f"slurm.save_s={SAVE_S}", "slurm.cpus_per_node=2", "run.name=requeued"]
-    job += [f"model.path={load(settings).sft_output}"]
-    return prepare(load(settings, overrides=[*job, *overrides])).parent
+    return submit.prepare(load(settings, overrides=[*job, model, *overrides])).parent
 
 
-def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int, limits: int) -> list[list[Any]]:
+def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int, limits: int) -> list[harness.Row]:
     """Requeue so often, `limits` of them by the limit, then let it finish. One row for each attempt."""
     number = machine.run("sbatch", "--parsable", str(run_folder / "job.sbatch"))
     attempts = []
@@ -97,7 +84,17 @@ def _run(machine: slurm.Cluster, run_folder: Path, *, requeues: int, limits: int
         ended = time.time()
         last = [*_lines(run_folder)][-1]
         save_s = ended - _wished(run_folder, attempt, default=ended)
-        attempts.append([attempt, before, len(_steps(run_folder)), _saved(run_folder), first_step_s, save_s, last.get("reason", "?")])
+        attempts.append(
+            {
+                "attempt": attempt,
+                "steps before": before,
+                "steps after": len(_steps(run_folder)),
+                "checkpoint": _saved(run_folder),
+                "first step s": first_step_s,
+                "wish to exit s": save_s,
+                "ended": last.get("reason", "?"),
+            }
+        )
         print(attempts[-1], flush=True)
         if attempt < requeues:
             _wait(lambda: machine.state(number)["JobState"] in ("PENDING", "RUNNING", *slurm_ends()), "the requeue")
@@ -119,31 +116,28 @@ def _warn(machine: slurm.Cluster, number: str, *, is_at_limit: bool) -> None:
         machine.run("scancel", "--batch", "--signal=USR1", number)
 
 
-def _report(arguments: Any, run_folder: Path, attempts: list[list[Any]], *, requeues: int) -> None:
+def _judge(run_folder: Path, attempts: list[harness.Row], *, requeues: int) -> harness.Measured:
     checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
     steps = _steps(run_folder)
     rows = [row["progress/step"] for row in history(run_folder) if "reward/all/mean" in row]
     ids = {path.name.rpartition("-")[2] for path in run_folder.glob("tracking/wandb/offline-run-*")}
     ids.add(id_in_checkpoint(run_folder, "wandb") or "none in the checkpoint")
     replayed = re.search(r"(\d+) of them trained again", checked.stdout)
-    saved = sum(row[3] >= row[2] for row in attempts[:requeues])
+    requeued = attempts[:requeues]
     log = "".join(path.read_text() for path in (run_folder / "logs").glob("slurm-*.log"))
     goals = [
-        harness.Goal(name="requeued", value=log.count("saved; requeue"), goal=requeues),
-        harness.Goal(name="checkpoint holds every step", value=saved, goal=requeues),
-        harness.Goal(
-            name="steps out of order or twice", value=len(steps) - len(set(steps) & set(range(len(steps)))), goal=0, at_least=False
-        ),
-        harness.Goal(name="steps trained again", value=int(replayed[1]) if replayed else -1, goal=0, at_least=False),
-        harness.Goal(name="W&B runs, by its files and the checkpoint", value=len(ids), goal=1, at_least=False),
-        harness.Goal(name="steps missing in W&B or twice there", value=float(rows != steps), goal=0, at_least=False),
-        harness.Goal(name="promises broken", value=float(checked.returncode), goal=0, at_least=False),
-        harness.Goal(name="ended by itself", value=float(attempts[-1][-1] == "finished"), goal=1),
-        harness.Goal(name="slowest save and exit, s", value=max(row[5] for row in attempts[:requeues]), goal=SAVE_S, at_least=False),
+        harness.at_least("requeued", log.count("saved; requeue"), requeues),
+        harness.at_least("checkpoint holds every step", sum(row["checkpoint"] >= row["steps after"] for row in requeued), requeues),
+        harness.at_most("steps out of order or twice", len(steps) - len(set(steps) & set(range(len(steps)))), 0),
+        harness.at_most("steps trained again", int(replayed[1]) if replayed else -1, 0),
+        harness.at_most("W&B runs, by its files and the checkpoint", len(ids), 1),
+        harness.at_most("steps missing in W&B or twice there", float(rows != steps), 0),
+        harness.at_most("promises broken", float(checked.returncode), 0),
+        harness.at_least("ended by itself", float(attempts[-1]["ended"] == "finished"), 1),
+        harness.at_most("slowest save and exit, s", max(row["wish to exit s"] for row in requeued), SAVE_S),
     ]
-    columns = ["attempt", "steps before", "steps after", "checkpoint", "first step s", "wish to exit s", "ended"]
     notes = [*checked.stdout.splitlines(), f"{len(rows)} steps in W&B's files, ids {', '.join(sorted(ids))}"]
-    harness.finish("requeue", arguments=arguments, columns=columns, rows=attempts, goals=goals, notes=notes)
+    return harness.Measured(rows=attempts, goals=goals, notes=notes)
 
 
 def _wait(is_so: Callable[[], bool], what: str) -> None:
@@ -197,4 +191,11 @@ def _seconds(clock: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    limits = "so many requeues by the limit itself, which Slurm looks for twice a minute; the others by a USR1"
+    own: dict[str, dict[str, Any]] = {
+        "--requeues": {"type": int, "help": "default 20, with --quick 2"},
+        "--limits": {"type": int, "default": 2, "help": limits},
+        "--apart": {"action": "store_true", "help": "the engine on a machine of its own (network namespaces)"},
+        "overrides": {"nargs": "*", "help": "section.key=value"},
+    }
+    harness.run("requeue", measure, options=own)

@@ -8,13 +8,12 @@ groups that stay recorded. The checker reads everything, and may take as long as
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,52 +34,42 @@ NUM_TOKENS = 32
 SETTINGS = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP, "max_staleness": 3, "num_steps": 10**6, "max_row_tokens": 10**6}
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    rows = [_measure(size) for size in ((10_000, 100_000) if arguments.quick else (100_000, 1_000_000))]
-    small, large = rows
-    harness.finish(
-        "resume",
-        arguments=arguments,
-        columns=["rollouts", "steps", "file MB", "bytes a rollout", "without bodies", "resume s", "check s", "check us a rollout"],
+    small, large = rows = [_measure(size) for size in ((10_000, 100_000) if arguments.quick else (100_000, 1_000_000))]
+    after = f"after {large['rollouts']:,} rollouts"
+    return harness.Measured(
         rows=rows,
         goals=[
-            harness.Goal(name=f"resume after {large[0]:,} rollouts over {small[0]:,}", value=large[5] / small[5], goal=1.5, at_least=False),
-            harness.Goal(name=f"seconds to resume after {large[0]:,} rollouts", value=large[5], goal=2.0, at_least=False),
+            harness.at_most(f"resume {after} over {small['rollouts']:,}", large["resume s"] / small["resume s"], 1.5),
+            harness.at_most(f"seconds to resume {after}", large["resume s"], 2.0),
         ],
         notes=["resume: the median of five openings, each with `read_snapshot`; what is in flight and recorded is the same in every row"],
     )
 
 
-def _measure(num_rollouts: int) -> list[Any]:
+def _measure(num_rollouts: int) -> harness.Row:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "ledger.sqlite")
         num_steps = write(path, num_rollouts)
         _write_checkpoint(Path(folder), path, version=num_steps // SAVE_EVERY * SAVE_EVERY)
         num_bytes = path.stat().st_size
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            snapshot = resume(path)
-            seconds.append(time.perf_counter() - started)
-            assert snapshot.num_done == num_steps
-        started = time.perf_counter()
-        checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", folder], capture_output=True, text=True, check=False)
-        check_s = time.perf_counter() - started
+        resume_s, snapshot = harness.median_s(lambda: resume(path), repetitions=5)
+        assert snapshot.num_done == num_steps
+        check = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
+        check_s, checked = harness.median_s(lambda: check([sys.executable, "-m", "pipelinerl.checker", folder]), repetitions=1)
         assert "every promise was kept" in checked.stdout, checked.stdout + checked.stderr
         bodies = _bodies(path)
-    per_rollout = (num_bytes - bodies) / num_rollouts
-    return [
-        num_rollouts,
-        num_steps,
-        num_bytes / 1e6,
-        num_bytes / num_rollouts,
-        per_rollout,
-        statistics.median(seconds),
-        check_s,
-        1e6 * check_s / num_rollouts,
-    ]
+    return {
+        "rollouts": num_rollouts,
+        "steps": num_steps,
+        "file MB": num_bytes / 1e6,
+        "bytes a rollout": num_bytes / num_rollouts,
+        "without bodies": (num_bytes - bodies) / num_rollouts,
+        "resume s": resume_s,
+        "check s": check_s,
+        "check us a rollout": 1e6 * check_s / num_rollouts,
+    }
 
 
 def resume(path: Path) -> Snapshot:
@@ -178,4 +167,4 @@ _TRAINS = np.arange(NUM_TOKENS) >= 8
 _ADVANTAGES = np.zeros(NUM_TOKENS, np.float32)
 
 if __name__ == "__main__":
-    main()
+    harness.run("resume", measure)

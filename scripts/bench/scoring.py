@@ -67,7 +67,7 @@ class Figures:
     """From a rollout's last token to its group's last score, median."""
 
 
-def measure(
+def simulate(
     latency_s: float, *, is_inline: bool = False, calls_at_once: int = 100_000, max_staleness: int = STALENESS, steps: int
 ) -> Figures:
     """Run the whole pipeline once."""
@@ -147,34 +147,36 @@ async def _scorer(link: MemoryLink, *, latency_s: float, calls_at_once: int, num
     heartbeat.cancel()
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
-    rows: list[list[Any]] = []
-    goals: list[harness.Goal] = []
-    _simulated(rows, goals, is_quick=arguments.quick)
-    latencies, seconds = ((5,), 3.0) if arguments.quick else ((1, 5), 15.0)
-    processes.measure_all(rows, goals, latencies=latencies, seconds=seconds, goal=GOAL)
-    harness.finish(
-        "scoring",
-        arguments=arguments,
-        columns=["what", "scoring", "reward / generation time", "samples/s", "tokens/s", "of reward at once", "whole run", "idle", "lag s"],
-        rows=rows,
-        goals=goals,
+def measure(arguments: Any) -> harness.Measured:
+    found = harness.Measured(
         notes=[
             f"simulated: {NUM_ENGINES} engines of {SLOTS} slots, steps of {SAMPLES_PER_STEP} samples, staleness bound {STALENESS} or said",
             processes.CONDITIONS,
-        ],
+        ]
     )
+    _simulated(found, is_quick=arguments.quick)
+    latencies, seconds = ((5,), 3.0) if arguments.quick else ((1, 5), 15.0)
+    processes.measure_all(found, latencies=latencies, seconds=seconds, goal=GOAL)
+    return found
 
 
-def _simulated(rows: list[list[Any]], goals: list[harness.Goal], *, is_quick: bool) -> None:
-    go: Callable[..., Figures] = functools.partial(measure, steps=50 if is_quick else 600)
+def _simulated(found: harness.Measured, *, is_quick: bool) -> None:
+    go: Callable[..., Figures] = functools.partial(simulate, steps=50 if is_quick else 600)
     alone = go(0.0)
 
     def add(name: str, times: float, figures: Figures) -> None:
-        ratio, whole = figures.tokens_per_s / alone.tokens_per_s, figures.whole_tokens_per_s / alone.whole_tokens_per_s
-        rows.append(
-            ["simulated", name, times, figures.samples_per_s, figures.tokens_per_s, ratio, whole, 1.0 - figures.decoding, figures.lag_s]
+        found.rows.append(
+            {
+                "what": "simulated",
+                "scoring": name,
+                "reward / generation time": times,
+                "samples/s": figures.samples_per_s,
+                "tokens/s": figures.tokens_per_s,
+                "of reward at once": figures.tokens_per_s / alone.tokens_per_s,
+                "whole run": figures.whole_tokens_per_s / alone.whole_tokens_per_s,
+                "idle": 1.0 - figures.decoding,
+                "lag s": figures.lag_s,
+            }
         )
 
     add("reward at once", 0.0, alone)
@@ -189,8 +191,8 @@ def _simulated(rows: list[list[Any]], goals: list[harness.Goal], *, is_quick: bo
         if not is_quick:
             add("stage, too few slots", float(times), go(latency_s, calls_at_once=max(1, int(rollouts_made / 2))))
         name = f"simulated: engine tokens/s with a reward of {times}x as a stage over none"
-        goals.append(harness.Goal(name=name, value=enough.tokens_per_s / alone.tokens_per_s, goal=GOAL))
+        found.goals.append(harness.at_least(name, enough.tokens_per_s / alone.tokens_per_s, GOAL))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("scoring", measure)

@@ -8,7 +8,6 @@ core, which is the worst case; `on its own core` is the same with a core free fo
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import math
@@ -23,16 +22,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench import harness
+from scripts.bench import children, harness
 
 FOLDER = Path("runs/bench-swap")
 ENGINE_CORE = 0
-MODELS: dict[str, dict[str, Any]] = {
-    "1 M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 512},
-    "10 M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 9, "num_attention_heads": 8, "vocab_size": 8192},
-    "44 M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 32000},
-    "0.5 B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 33, "num_attention_heads": 16, "vocab_size": 32000},
-    "1 B": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 31, "num_attention_heads": 24, "vocab_size": 32000},
+MODELS = {
+    "1 M": {"hidden": 128, "layers": 5, "heads": 4, "vocabulary": 512},
+    "10 M": {"hidden": 256, "layers": 9, "heads": 8, "vocabulary": 8192},
+    "44 M": {"hidden": 512, "layers": 8, "heads": 8, "vocabulary": 32000},
+    "0.5 B": {"hidden": 1024, "layers": 33, "heads": 16, "vocabulary": 32000},
+    "1 B": {"hidden": 1536, "layers": 31, "heads": 24, "vocabulary": 32000},
 }
 """Qwen3 models with tied embeddings in bfloat16, by their number of parameters."""
 ADAPTED = ("1 M", "44 M")
@@ -44,13 +43,9 @@ MIN_SWAPS = 15
 """Of a model so large that staging takes seconds: its pauses hardly vary."""
 
 
-def main() -> None:
-    options = harness.options(__doc__ or "")
-    options.add_argument("--size", choices=[name.replace(" ", "") for name in MODELS], help="this one alone; the rest of the table stays")
-    arguments = options.parse_args()
+def measure(arguments: Any) -> harness.Measured:
     names = ["1 M", "10 M"] if arguments.quick else list(MODELS)  # the smallest that shows each goal: the larger take most of the time
     full, quick = {"num_swaps": 200, "num_in_a_row": 1000, "seconds": 3.0}, {"num_swaps": 40, "num_in_a_row": 100, "seconds": 1.0}
-    settings = quick if arguments.quick else full
     from pipelinerl.engine.environment import set_environment
 
     set_environment()
@@ -58,104 +53,70 @@ def main() -> None:
 
     import_everything()
     shutil.rmtree(FOLDER, ignore_errors=True)
-    columns = [
-        "parameters",
-        "MB",
-        "commit",
-        "pause p50 ms",
-        "p99 ms",
-        "memcpy ms",
-        "pause / memcpy",
-        "reload ms",
-        "pass ms",
-        "next pass / usual",
-    ]
-    columns += ["staging ms", "decode while staging", "on its own core", "swaps at 1/s, % of time"]
-    columns += ["swaps in a row", "sequences meanwhile", "aborted", "MB grown"]
-    rows, found = [], {}
+    rows, num_swaps = [], []
     for name in names:
         if arguments.size not in (None, name.replace(" ", "")):
-            rows += [[row.get(column, "") for column in columns] for row in _stored(arguments) if row["parameters"] == name]
+            rows += [row for row in _stored(arguments) if row["parameters"] == name]
             continue
-        _in_child(_make_model, name)
+        children.result_of(_make_model, name)
         for mode in ("pointer", "copy", "adapters") if name in ADAPTED else ("pointer", "copy"):
-            found[name, mode] = measured = _in_child(_measure, name, mode, settings)
-            rows.append([name, measured["mb"], mode, *(measured.get(key, "") for key in KEYS)])
-            print(f"{name}, {mode}: {measured}", flush=True)
+            row, count = children.result_of(_measure, name, mode, quick if arguments.quick else full, cores={ENGINE_CORE})
+            rows.append({column: row.get(column, "") for column in COLUMNS})
+            num_swaps.append(f"{name} {mode} {count}")
+            print(row, flush=True)
         shutil.rmtree(FOLDER / name.replace(" ", ""))
-    table = [dict(zip(columns, row, strict=True)) for row in rows]
-    pointers = [row for row in table if row["commit"] in ("pointer", "flip")]
-    exchanges = [row for row in table if row["commit"] == "adapters"]
-    copies = [
-        row for row in table if row["commit"] == "copy" and row["parameters"] != "1 M"
-    ]  # a copy of 2 MB takes no longer than its call
-    goal = harness.Goal
-    harness.finish(
-        "swap",
-        arguments=arguments,
-        columns=columns,
+    pointers = [row for row in rows if row["commit"] in ("pointer", "flip")]
+    exchanges = [row for row in rows if row["commit"] == "adapters"]
+    # A copy of 2 MB takes no longer than its call.
+    copies = [row for row in rows if row["commit"] == "copy" and row["parameters"] != "1 M"]
+    return harness.Measured(
         rows=rows,
         goals=[
-            goal(name="flip pause p50 ms, largest", value=_most(pointers, "pause p50 ms"), goal=0.3, at_least=False),
-            goal(name="flip pause p99 ms, largest", value=_most(pointers, "p99 ms"), goal=2.0, at_least=False),
-            goal(name="copy pause over memcpy, largest", value=_most(copies, "pause / memcpy"), goal=1.1, at_least=False),
-            goal(name="adapters' pause p50 ms, largest", value=_most(exchanges, "pause p50 ms"), goal=0.3, at_least=False),
-            goal(name="decode while staging, smallest", value=min(row["decode while staging"] for row in pointers), goal=0.95),
-            goal(name="sequences aborted by many swaps in a row", value=_most(pointers[:1], "aborted"), goal=0, at_least=False),
-            goal(name="MB grown from a fifth of them to the last", value=_most(pointers[:1], "MB grown"), goal=4, at_least=False),
-            goal(name="% of time in swaps at one a second", value=_most(pointers, "swaps at 1/s, % of time"), goal=0.3, at_least=False),
+            harness.at_most("flip pause p50 ms, largest", _most(pointers, "pause p50 ms"), 0.3),
+            harness.at_most("flip pause p99 ms, largest", _most(pointers, "p99 ms"), 2.0),
+            harness.at_most("copy pause over memcpy, largest", _most(copies, "pause / memcpy"), 1.1),
+            harness.at_most("adapters' pause p50 ms, largest", _most(exchanges, "pause p50 ms"), 0.3),
+            harness.at_least("decode while staging, smallest", min(row["decode while staging"] for row in pointers), 0.95),
+            harness.at_most("sequences aborted by many swaps in a row", _most(pointers[:1], "aborted"), 0),
+            harness.at_most("MB grown from a fifth of them to the last", _most(pointers[:1], "MB grown"), 4),
+            harness.at_most("% of time in swaps at one a second", _most(pointers, "swaps at 1/s, % of time"), 0.3),
         ],
         notes=[
             f"{NUM_SEQUENCES} sequences decode, bfloat16; engine and staging thread on one core but where it says otherwise",
             *([f"only {arguments.size} was measured at this commit, the other rows before"] if arguments.size else []),
-            "swaps for each pause: " + ", ".join(f"{name} {mode} {measured['num_swaps']}" for (name, mode), measured in found.items()),
+            f"swaps for each pause: {', '.join(num_swaps)}",
         ],
     )
 
 
-KEYS = [
-    "pause_p50_ms",
-    "pause_p99_ms",
-    "memcpy_ms",
-    "over_memcpy",
-    "reload_ms",
-    "pass_ms",
-    "next_pass",
-    "staging_ms",
-    "while_staging",
-    "own_core",
-]
-KEYS += ["percent", "num_in_a_row", "num_finished", "num_aborted", "grown_mb"]
+COLUMNS = (
+    *("parameters", "MB", "commit", "pause p50 ms", "p99 ms", "memcpy ms", "pause / memcpy", "reload ms", "pass ms", "next pass / usual"),
+    *("staging ms", "decode while staging", "on its own core", "swaps at 1/s, % of time", "swaps in a row", "sequences meanwhile"),
+    *("aborted", "MB grown"),
+)
+"""A cell is empty where its figure was not measured: not every model shows every goal."""
 
 
-def _stored(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _stored(arguments: Any) -> list[harness.Row]:
     """The rows of the last run."""
-    path = harness.RESULTS / f"swap{'-quick' if arguments.quick else ''}.json"
+    path = harness.stored_at("swap", arguments)
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
-def _most(rows: list[dict[str, Any]], column: str) -> float:
+def _most(rows: list[harness.Row], column: str) -> float:
     """The largest value; infinite where none was measured, so that no goal is met by what is not there."""
     return max((row[column] for row in rows if row[column] != ""), default=math.inf)
 
 
-def _make_model(name: str) -> float:
+def _make_model(name: str) -> None:
     """Write random weights; values do not matter to the time they take to move."""
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    shape = MODELS[name]
-    config = Qwen3Config(
-        **shape,
-        num_key_value_heads=shape["num_attention_heads"],
-        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
+    from scripts.bench.qwen3 import qwen3_config
+
+    config = qwen3_config(**MODELS[name])
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     noise = (torch.randn(1 << 22) * 0.02).to(torch.bfloat16)
@@ -168,13 +129,12 @@ def _make_model(name: str) -> float:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
-    return 0.0
 
 
 def _kv_bytes(name: str) -> int:
     """Room for every sequence at its longest, and a few blocks more."""
     shape = MODELS[name]
-    return 4 * shape["num_hidden_layers"] * shape["hidden_size"] * 256 * (NUM_SEQUENCES + 4)
+    return 4 * shape["layers"] * shape["hidden"] * 256 * (NUM_SEQUENCES + 4)
 
 
 class _Bench:
@@ -214,7 +174,6 @@ class _Bench:
                 view.normal_(std=0.02)
             self._manifests.append(seal(0, buffer.memory, layout))
         self.reload = lambda: model.load_weights(iter(views(self._buffers[0].memory, layout).items()))  # pyright: ignore
-        self.is_smallest = name == next(iter(MODELS))
         self._num_asked = 0
         self.num_tokens = 0
 
@@ -260,19 +219,24 @@ class _Bench:
         self._pool.close()
 
 
-def _measure(name: str, mode: str, settings: dict[str, Any]) -> dict[str, float]:
-    os.sched_setaffinity(0, {ENGINE_CORE})
+def _measure(name: str, mode: str, settings: dict[str, Any]) -> tuple[harness.Row, int]:
+    """A row of the table without what this model does not show, and how many swaps its pauses are of."""
     bench = _Bench(name, mode)
     try:
-        return _measure_with(bench, mode=mode, **settings)
+        found, num_swaps = _pauses(bench, mode=mode, num_swaps=settings["num_swaps"], seconds=settings["seconds"])
+        if mode == "pointer":
+            if name == next(iter(MODELS)):
+                found |= _many_swaps(bench, settings["num_in_a_row"])
+            found |= _beside_decoding(bench, settings["seconds"])
+        return {"parameters": name, "MB": bench.num_bytes / 1e6, "commit": mode, **found}, num_swaps
     finally:
         bench.close()
 
 
-def _measure_with(bench: _Bench, *, mode: str, num_swaps: int, num_in_a_row: int, seconds: float) -> dict[str, Any]:
+def _pauses(bench: _Bench, *, mode: str, num_swaps: int, seconds: float) -> tuple[harness.Row, int]:
     for _ in range(5):
         bench.step()
-    reload_ms = "" if mode == "adapters" else _reload_ms(bench)
+    reload_ms = "" if mode == "adapters" else 1e3 * harness.median_s(bench.reload, repetitions=3)[0]
     memcpy_ms = _memcpy_ms(bench)
     usual = _pass_ms(bench, 20)
     pauses, next_passes = [], []
@@ -285,21 +249,15 @@ def _measure_with(bench: _Bench, *, mode: str, num_swaps: int, num_in_a_row: int
         bench.loop.version = order.version
         next_passes.append(_pass_ms(bench, 1))
     pauses.sort()
-    found = {
-        "mb": bench.num_bytes / 1e6,
-        "pause_p50_ms": statistics.median(pauses),
-        "pause_p99_ms": pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))],
-        "memcpy_ms": memcpy_ms,
-        "over_memcpy": statistics.median(pauses) / memcpy_ms,
-        "reload_ms": reload_ms,
-        "next_pass": statistics.median(next_passes) / usual,
-        "pass_ms": usual,
-        "num_swaps": len(pauses),
-    }
-    if mode != "pointer":
-        return found
-    in_a_row = _many_swaps(bench, num_in_a_row) if bench.is_smallest else {}
-    return found | in_a_row | _beside_decoding(bench, seconds)
+    return {
+        "pause p50 ms": statistics.median(pauses),
+        "p99 ms": pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))],
+        "memcpy ms": memcpy_ms,
+        "pause / memcpy": statistics.median(pauses) / memcpy_ms,
+        "reload ms": reload_ms,
+        "pass ms": usual,
+        "next pass / usual": statistics.median(next_passes) / usual,
+    }, len(pauses)
 
 
 def _many_swaps(bench: _Bench, count: int) -> dict[str, float]:
@@ -315,10 +273,10 @@ def _many_swaps(bench: _Bench, count: int) -> dict[str, float]:
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
     num_ended = finishes[Finish.LENGTH] + finishes[Finish.STOP]
     return {
-        "num_in_a_row": count,
-        "num_finished": finishes.total(),
-        "num_aborted": finishes.total() - num_ended,
-        "grown_mb": resident[-1] - resident[count // 5],
+        "swaps in a row": count,
+        "sequences meanwhile": finishes.total(),
+        "aborted": finishes.total() - num_ended,
+        "MB grown": resident[-1] - resident[count // 5],
     }
 
 
@@ -329,17 +287,17 @@ def _beside_decoding(bench: _Bench, seconds: float) -> dict[str, float]:
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     bench.start_staging_thread()  # where this thread may run now
     own_core, _ = _while_staging(bench, seconds)
-    return {"staging_ms": staging_ms, "while_staging": while_staging, "own_core": own_core, "percent": percent}
+    return {
+        "staging ms": staging_ms,
+        "decode while staging": while_staging,
+        "on its own core": own_core,
+        "swaps at 1/s, % of time": percent,
+    }
 
 
 def _pass_ms(bench: _Bench, count: int) -> float:
     """Median duration of a forward pass."""
-    times = []
-    for _ in range(count):
-        before = time.perf_counter()
-        bench.step()
-        times.append(1e3 * (time.perf_counter() - before))
-    return statistics.median(times)
+    return 1e3 * harness.median_s(bench.step, repetitions=count)[0]
 
 
 def _memcpy_ms(bench: _Bench) -> float:
@@ -356,16 +314,6 @@ def _memcpy_ms(bench: _Bench) -> float:
         assert buffer is not None
         before = time.perf_counter()
         target.copy_(buffer.memory)
-        found.append(1e3 * (time.perf_counter() - before))
-    return statistics.median(found)
-
-
-def _reload_ms(bench: _Bench) -> float:
-    """Milliseconds of loading the policy by vLLM's own loader; median."""
-    found = []
-    for _ in range(3):
-        before = time.perf_counter()
-        bench.reload()
         found.append(1e3 * (time.perf_counter() - before))
     return statistics.median(found)
 
@@ -418,26 +366,6 @@ def _percent_of_time(bench: _Bench, seconds: float) -> float:
     return 100 * paused / (time.perf_counter() - started)
 
 
-def _in_child(work: Any, *arguments: Any) -> Any:
-    """Run in a fork, so that this process never runs a torch operation and stays safe to fork."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.write(writer, json.dumps(work(*arguments)).encode())
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as result:
-        text = result.read()
-    os.waitpid(child, 0)
-    if not text:
-        sys.exit(f"{work.__name__} failed; its error stands above")
-    return json.loads(text)
-
-
 if __name__ == "__main__":
-    main()
+    sizes = [name.replace(" ", "") for name in MODELS]
+    harness.run("swap", measure, options={"--size": {"choices": sizes, "help": "this one alone; the rest of the table stays"}})

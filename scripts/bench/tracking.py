@@ -31,10 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.observe.lines import JournalTail, read_journal
 from pipelinerl.observe.tracking.beside import command, track
 from scripts.bench import harness
+from scripts.bench.demo_runs import prepare
 from tests.observe.tracking.wandb_file import history
 
 TROUBLES = ("down", "slow", "crashing")
@@ -46,10 +46,9 @@ SEGMENTS, SEGMENT_S = 31, 3.0
 QUICK_SEGMENTS, QUICK_SEGMENT_S = 5, 0.6
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     segments, segment_s = (QUICK_SEGMENTS, QUICK_SEGMENT_S) if arguments.quick else (SEGMENTS, SEGMENT_S)
-    rows: list[list[Any]] = []
+    rows: list[harness.Row] = []
     with tempfile.TemporaryDirectory() as folder, _running(Path(folder)) as run_folder:
         for trouble in ("none", *(TROUBLES[:1] if arguments.quick else TROUBLES)):
             with _tracker(run_folder, trouble, warm_s=QUICK_WARM_S if arguments.quick else WARM_S) as tracker:
@@ -57,28 +56,33 @@ def main() -> None:
                 speeds = _segments(JournalTail(run_folder), tracker, num=segments, seconds=segment_s)
                 used = (tracker.cpu_s() - spent_s) / (time.time() - began) / (os.cpu_count() or 1)
             ratios = [2 * speeds[at] / (speeds[at - 1] + speeds[at + 1]) for at in range(1, segments, 2)]
-            rows.append([trouble, statistics.mean(speeds[::2]), statistics.median(ratios), _error(ratios), used])
+            rows.append(
+                {
+                    "W&B is": trouble,
+                    "steps/s without": statistics.mean(speeds[::2]),
+                    "speed over none": statistics.median(ratios),
+                    "standard error": _error(ratios),
+                    "processor time": used,
+                }
+            )
             print(rows[-1], flush=True)
         _end(run_folder)
         lost = _lost(run_folder)
-    noise = max(abs(rows[0][2] - 1), rows[0][3])
-    goals = [
-        *(
-            harness.Goal(name=f"{trouble}: part of the machine's processor time", value=used, goal=0.01, at_least=False)
-            for trouble, _, _, _, used in rows[1:]
-        ),
-        *(
-            harness.Goal(name=f"{trouble}: speed over none (noise {noise:.3f})", value=ratio, goal=round(0.99 - noise, 4))
-            for trouble, _, ratio, _, _ in rows[1:]
-        ),
-        harness.Goal(name="steps missing in W&B afterwards", value=float(lost), goal=0, at_least=False),
-    ]
-    columns = ["W&B is", "steps/s without", "speed over none", "standard error", "processor time"]
-    notes = [
-        f"{segments} segments of {segment_s:g} s each, every other without; medians of {segments // 2} ratios",
-        f"noise: the larger of how far two halves without any tracker are apart, and of the standard error of that; here {noise:.4f}",
-    ]
-    harness.finish("tracking", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+    none, *troubled = rows
+    noise = max(abs(none["speed over none"] - 1), none["standard error"])
+    speed = f"speed over none (noise {noise:.3f})"
+    return harness.Measured(
+        rows=rows,
+        goals=[
+            *(harness.at_most(f"{row['W&B is']}: part of the machine's processor time", row["processor time"], 0.01) for row in troubled),
+            *(harness.at_least(f"{row['W&B is']}: {speed}", row["speed over none"], round(0.99 - noise, 4)) for row in troubled),
+            harness.at_most("steps missing in W&B afterwards", float(lost), 0),
+        ],
+        notes=[
+            f"{segments} segments of {segment_s:g} s each, every other without; medians of {segments // 2} ratios",
+            f"noise: the larger of how far two halves without any tracker are apart, and of the standard error of that; here {noise:.4f}",
+        ],
+    )
 
 
 def _segments(journals: JournalTail, tracker: Tracker, *, num: int, seconds: float) -> list[float]:
@@ -99,8 +103,7 @@ def _error(ratios: list[float]) -> float:
 @contextlib.contextmanager
 def _running(folder: Path) -> Iterator[Path]:
     """A run under way; its folder."""
-    settings = demo_config(folder=folder, seed=0)
-    make_demo_model(folder / "demo-model", seed=0)
+    settings = prepare(folder)
     overrides = ["trainer.steps=1000000", "checkpoint.every=1000000", "evaluation.every=0", "evaluation.limit=8", "run.name=tracked"]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
@@ -256,4 +259,4 @@ def _tree(root: int) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("tracking", measure)

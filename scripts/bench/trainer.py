@@ -26,7 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from orchestrator.rollouts.micro_batch import micro_batch_of
 from pipelinerl.algorithms.methods import resolve
@@ -44,10 +44,10 @@ from pipelinerl.messages import (
     Trajectory,
 )
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
-from scripts.bench import harness
+from scripts.bench import children, harness
+from scripts.bench.qwen3 import qwen3_config
 from trainer.data.loader import RowLoader
 from trainer.data.rows_in_progress import RowsInProgress
 from trainer.data.sample_digest import SampleDigest
@@ -87,54 +87,43 @@ class Work:
         return StepClosed(step=step, num_micro_batches=len(rows), num_tokens=num_tokens, num_samples=num_samples)
 
 
-def main() -> None:
-    arguments = harness.options(__doc__ or "").parse_args()
+def measure(arguments: Any) -> harness.Measured:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     num_steps, num_groups, rounds, row_tokens = (2, 5, 3, 1024) if arguments.quick else (3, 8, 5, 4096)
-    memory = {
-        name: _in_child(_peak_bytes, function, 2048 if arguments.quick else 4096, 32_000)
-        for name, function in (("whole table", _whole_table), ("in pieces", _in_pieces))
-    }
-    _in_child(_make_model)
+    whole_table, in_pieces = (
+        children.result_of(_peak_mib, function, 2048 if arguments.quick else 4096, 32_000) for function in (_whole_table, _in_pieces)
+    )
+    children.result_of(_make_model)
     work = _make_work(num_steps, num_groups=num_groups, row_tokens=row_tokens)
-    server, cores = _serve_in_child(work, rounds), sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
+    folders = [FOLDER / str(number) for number in range(rounds)]
+    for folder in folders:
+        make_keys(folder, [f"trainer-{one}" for one in range(8)])
+    server = children.start(lambda: _serve_all(work, folders), cores={cores[-1]})
     os.sched_setaffinity(0, {cores[0]})
     torch.set_num_threads(1)
     _plain_s(Work(steps=work.steps[:1]))  # warms up allocator and caches
-    plain, whole, waits = [], [], []
-    for number in range(rounds):
-        plain.append(_plain_s(work))
-        seconds, wait_s = _run_s(work, FOLDER / str(number))
-        whole.append(seconds)
-        waits.append(wait_s / seconds)
+    waits: list[float] = []
+    unused = iter(folders)
+    seconds = harness.in_turns(rounds, {"plain": lambda: _plain_s(work), "whole": lambda: _run_s(work, next(unused), waits)})
     os.waitpid(server, 0)
     fullness = {mix: _fullness(*mix) for mix in MIXES}
-    ratio = statistics.median(alone / run for alone, run in zip(plain, whole, strict=True))
-    mib = {name: size / 2**20 for name, size in memory.items()}
-    harness.finish(
-        "trainer",
-        arguments=arguments,
-        columns=["what", "value", "unit"],
-        rows=[
-            ["engine's own loop", work.num_tokens / statistics.median(plain), "tokens/s"],
-            ["RL, fed over the wire", work.num_tokens / statistics.median(whole), "tokens/s"],
-            *[
-                [f"packing, lengths of median {median:g} rows, sigma {sigma:g}", value, "full"]
-                for (median, sigma), value in fullness.items()
-            ],
-            *[[f"log-probabilities, {name}", size, "MiB"] for name, size in mib.items()],
-        ],
+    plain, whole = seconds["plain"], seconds["whole"]
+    figures = [
+        ("engine's own loop", work.num_tokens / statistics.median(plain), "tokens/s"),
+        ("RL, fed over the wire", work.num_tokens / statistics.median(whole), "tokens/s"),
+        *((f"packing, lengths of median {median:g} rows, sigma {sigma:g}", part, "full") for (median, sigma), part in fullness.items()),
+        ("log-probabilities, whole table", whole_table, "MiB"),
+        ("log-probabilities, in pieces", in_pieces, "MiB"),
+    ]
+    return harness.Measured(
+        rows=[{"what": what, "value": value, "unit": unit} for what, value, unit in figures],
         goals=[
-            harness.Goal(name="RL over the engine's own loop", value=ratio, goal=0.95),
-            harness.Goal(name="waiting for rows that are there", value=statistics.median(waits), goal=0.01, at_least=False),
-            harness.Goal(name="fullness of rows, worst mix", value=min(fullness.values()), goal=0.97),
-            harness.Goal(
-                name="memory of log-probabilities over the whole table's",
-                value=mib["in pieces"] / mib["whole table"],
-                goal=0.5,
-                at_least=False,
-            ),
+            harness.at_least("RL over the engine's own loop", harness.median_ratio(plain, whole), 0.95),
+            harness.at_most("waiting for rows that are there", statistics.median(waits), 0.01),
+            harness.at_least("fullness of rows, worst mix", min(fullness.values()), 0.97),
+            harness.at_most("memory of log-probabilities over the whole table's", in_pieces / whole_table, 0.5),
         ],
         notes=[f"ratios of the {rounds} rounds: {', '.join(f'{alone / run:.3f}' for alone, run in zip(plain, whole, strict=True))}"],
     )
@@ -152,8 +141,8 @@ def _plain_s(work: Work) -> float:
     return time.perf_counter() - start
 
 
-def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
-    """(seconds the training loop takes for the work, from its first row on; seconds of them it waited)."""
+def _run_s(work: Work, run_folder: Path, waits: list[float]) -> float:
+    """Seconds the training loop takes for the work, from its first row on; the part of them that it waited is added to `waits`."""
     step, _ = _make_step()
     replicas = Replicas(ranks=1, deadline_s=60)
     in_progress = RowsInProgress(run_folder, rank=0, replica=0, num_replicas=1)
@@ -194,7 +183,8 @@ def _run_s(work: Work, run_folder: Path) -> tuple[float, float]:
         seconds = time.perf_counter() - start
         for done in seen:
             client.send(done)
-    return seconds, sum(done.metrics["wait_s"] for done in seen)
+    waits.append(sum(done.metrics["wait_s"] for done in seen) / seconds)
+    return seconds
 
 
 _MODELS: list[Model] = []
@@ -219,16 +209,8 @@ def _make_step() -> tuple[Step, TorchEngine[Outputs]]:
 
 def _make_model() -> None:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
+    config = qwen3_config(
+        vocabulary=VOCABULARY, positions=8192, num_key_value_heads=2, eos_token_id=None, bos_token_id=None, pad_token_id=None
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(FOLDER / "model")
 
@@ -254,6 +236,14 @@ def _sample(chance: np.random.Generator, prompt: np.ndarray, *, longest: int, na
     length = int(np.clip(chance.lognormal(np.log(0.06 * longest), 1.0), 8, longest - len(prompt)))
     ids = np.concatenate((prompt, chance.integers(0, VOCABULARY, length, dtype=np.int32)))
     loss_mask = np.arange(len(ids)) >= len(prompt)
+    logprobs = np.where(loss_mask, -9.0, 0.0).astype(np.float32)
+    advantages = np.where(loss_mask, chance.normal(), 0).astype(np.float32)
+    return _sample_of(ids, prompt=prompt, loss_mask=loss_mask, logprobs=logprobs, advantages=advantages, name=name)
+
+
+def _sample_of(
+    ids: np.ndarray, *, prompt: np.ndarray, loss_mask: np.ndarray, logprobs: np.ndarray, advantages: np.ndarray, name: str
+) -> Sample:
     trajectory = Trajectory(
         rollout_id=name,
         group_id=0,
@@ -262,29 +252,17 @@ def _sample(chance: np.random.Generator, prompt: np.ndarray, *, longest: int, na
         prompt=Prompt(prompt_id="0:0", text="", token_ids=prompt),
         token_ids=ids,
         loss_mask=loss_mask,
-        logprobs=np.where(loss_mask, -9.0, 0.0).astype(np.float32),
+        logprobs=logprobs,
         versions=np.where(loss_mask, 0, -1).astype(np.int32),
         finish=Finish.STOP,
     )
-    return Sample(trajectory=trajectory, reward=0.0, advantages=np.where(loss_mask, chance.normal(), 0).astype(np.float32))
+    return Sample(trajectory=trajectory, reward=0.0, advantages=advantages)
 
 
-def _serve_in_child(work: Work, rounds: int) -> int:
-    """Serve the work `rounds` times on the last core, in run folders of their own; return the process id."""
-    for number in range(rounds):
-        make_keys(FOLDER / str(number), [f"trainer-{one}" for one in range(8)])
-    child = os.fork()
-    if child:
-        return child
-    die_with_parent()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
-    code = 1
-    try:
-        for number in range(rounds):
-            asyncio.run(_serve(work, FOLDER / str(number)))
-        code = 0
-    finally:
-        os._exit(code)
+def _serve_all(work: Work, folders: list[Path]) -> None:
+    """Serve the work once in each run folder."""
+    for folder in folders:
+        asyncio.run(_serve(work, folder))
 
 
 async def _serve(work: Work, run_folder: Path) -> None:
@@ -314,19 +292,7 @@ def _fullness(median: float, sigma: float, *, row_tokens: int = 16_384, num_samp
 
 def _blank_sample(length: int) -> Sample:
     zeros, ids = np.zeros(length, np.float32), np.zeros(length, np.int32)
-    trajectory = Trajectory(
-        rollout_id="0/0",
-        group_id=0,
-        sibling=0,
-        attempt=0,
-        prompt=Prompt(prompt_id="0:0", text="", token_ids=ids[:1]),
-        token_ids=ids,
-        loss_mask=ids.astype(bool),
-        logprobs=zeros,
-        versions=ids,
-        finish=Finish.STOP,
-    )
-    return Sample(trajectory=trajectory, reward=0.0, advantages=zeros)
+    return _sample_of(ids, prompt=ids[:1], loss_mask=ids.astype(bool), logprobs=zeros, advantages=zeros, name="0/0")
 
 
 def _whole_table(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -337,34 +303,14 @@ def _in_pieces(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     return linear_logprobs(hidden, weight, targets, temperature=1.0)[0]
 
 
-def _peak_bytes(function: Callable[..., torch.Tensor], num_tokens: int, num_words: int) -> int:
-    """Peak memory of log-probabilities and gradients, over the inputs'."""
+def _peak_mib(function: Callable[..., torch.Tensor], num_tokens: int, num_words: int) -> float:
+    """Peak memory of log-probabilities and gradients, over the inputs', of a process of its own."""
     hidden, weight = torch.randn(num_tokens, 512, requires_grad=True), torch.randn(num_words, 512, requires_grad=True)
     targets = torch.randint(0, num_words, (num_tokens,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     function(hidden, weight, targets).sum().backward()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-
-
-def _in_child(function: Callable[..., Any], *arguments: Any) -> int:
-    """Run in a process of its own; return what it returns, as a number. torch works only in children before the server is forked."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            os.write(writer, str(function(*arguments) or 0).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with open(reader) as answer:
-        text = answer.read()
-    if os.waitpid(child, 0)[1]:
-        sys.exit(f"{function.__name__} failed")
-    return int(text)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("trainer", measure)

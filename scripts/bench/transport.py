@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -71,12 +70,11 @@ from pipelinerl.messages import (
     WeightsCommitted,
 )
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.codec import encode
 from pipelinerl.transport.keys import make_keys, read_keys
 from pipelinerl.transport.session import WINDOW_BYTES
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
-from scripts.bench import harness
+from scripts.bench import children, harness
 
 TOKENS = 1000
 GROUP_SIZE = 8
@@ -89,27 +87,27 @@ DEADLINE_S = 120.0
 PEERS = (*(f"engine-{number}" for number in range(NUM_ENGINES)), "scorer-0", "trainer-0")
 
 
-def main() -> None:
-    parser = harness.options(__doc__ or "")
-    parser.add_argument("--only", choices=["pair", "stages", "growth"], help="one of the three parts")
-    arguments = parser.parse_args()
+def measure(arguments: Any) -> harness.Measured:
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("transport needs two cores: one for the orchestrator, one for its peers")
     quick = arguments.quick
-    rows: list[list[Any]] = []
-    goals: list[harness.Goal] = []
-    notes: list[str] = []
+    found = harness.Measured()
     if arguments.only in (None, "pair"):
-        _pairs(rows, goals, count=8_000 if quick else 40_000, repetitions=3 if quick else 7)
+        _pairs(found, count=8_000 if quick else 40_000, repetitions=3 if quick else 7)
     if arguments.only in (None, "stages"):
-        _stages(rows, goals, notes, steps=20 if quick else 80)
+        _stages(found, steps=20 if quick else 80)
     if arguments.only in (None, "growth"):
         if quick:
-            _growth(rows, goals, groups_per_step=500, num_steps=2, repetitions=1, largest=10**4)
+            _growth(found, groups_per_step=500, num_steps=2, repetitions=1, largest=10**4)
         else:
-            _growth(rows, goals, groups_per_step=1000, num_steps=3, repetitions=2, largest=10**5)
-    columns = ["what", "per second", "MB/s", "µs CPU each", "beside the reference"]
-    harness.finish("transport", arguments=arguments, columns=columns, rows=rows, goals=goals, notes=notes)
+            _growth(found, groups_per_step=1000, num_steps=3, repetitions=2, largest=10**5)
+    return found
+
+
+def _row(what: str, rate: float, bytes_each: float, cpu_us: float, ratio: object) -> harness.Row:
+    """`rate` a second; without bytes there are no MB/s."""
+    per_second = rate * bytes_each / 1e6 if bytes_each else ""
+    return {"what": what, "per second": rate, "MB/s": per_second, "µs CPU each": cpu_us, "beside the reference": ratio}
 
 
 # --- two processes -----------------------------------------------------------------------------------------------------------------
@@ -126,28 +124,30 @@ def _completion(rollout_id: str, *, attempt: int = 0, num_tokens: int = TOKENS, 
     )
 
 
-def _pairs(rows: list[list[Any]], goals: list[harness.Goal], *, count: int, repetitions: int) -> None:
-    """Alternate ours and the reference, so that both see the machine in the same moods; compare medians."""
+def _pairs(found: harness.Measured, *, count: int, repetitions: int) -> None:
     size = len(encode(_completion("123456/7")))
-    rates: dict[str, list[float]] = collections.defaultdict(list)
-    for _ in range(repetitions):
-        rates["ours, sent one by one"].append(_ours(count, together=1))
-        rates["ours"].append(_ours(count, together=TOGETHER))
-        rates["raw pyzmq, encrypted"].append(_raw(count, size, is_encrypted=True))
-        rates["raw pyzmq, in the clear"].append(_raw(count, size, is_encrypted=False))
+    rates = harness.in_turns(
+        repetitions,
+        {
+            "ours, sent one by one": lambda: _ours(count, together=1),
+            "ours": lambda: _ours(count, together=TOGETHER),
+            "raw pyzmq, encrypted": lambda: _raw(count, size, is_encrypted=True),
+            "raw pyzmq, in the clear": lambda: _raw(count, size, is_encrypted=False),
+        },
+    )
     reference = statistics.median(rates["raw pyzmq, encrypted"])
     for name, measured in rates.items():
         rate = statistics.median(measured)
-        rows.append([f"pair: {name}", rate, rate * size / 1e6, 1e6 / rate, rate / reference])
-    ratio = statistics.median(ours / raw for ours, raw in zip(rates["ours"], rates["raw pyzmq, encrypted"], strict=True))
-    goals.append(harness.Goal(name="trajectories/s over raw pyzmq", value=ratio, goal=0.8))
+        found.rows.append(_row(f"pair: {name}", rate, size, 1e6 / rate, rate / reference))
+    ratio = harness.median_ratio(rates["ours"], rates["raw pyzmq, encrypted"])
+    found.goals.append(harness.at_least("trajectories/s over raw pyzmq", ratio, 0.8))
 
 
 def _ours(count: int, *, together: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_keys(folder, PEERS)
-        child = _fork(lambda: _send_ours(folder, count, together))
+        child = children.start(lambda: _send_ours(folder, count, together))
         seconds = asyncio.run(_receive_ours(folder, count))
         os.waitpid(child, 0)
     return count / seconds
@@ -195,7 +195,7 @@ def _raw(count: int, size: int, *, is_encrypted: bool) -> float:
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         socket.bind("tcp://127.0.0.1:0")
         address = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")  # pyright: ignore[reportArgumentType]
-        child = _fork(lambda: _send_raw(folder, address, count, size, is_encrypted=is_encrypted))
+        child = children.start(lambda: _send_raw(folder, address, count, size, is_encrypted=is_encrypted))
         socket.recv_multipart(copy=False)
         started = time.perf_counter()
         for _ in range(count):
@@ -223,26 +223,6 @@ def _send_raw(folder: Path, address: bytes, count: int, size: int, *, is_encrypt
     socket.recv()
     socket.close()
     context.term()
-
-
-def _fork(work: Callable[[], None], *, core: int | None = None) -> int:
-    """Run in a child that dies with this process, on one core or on any."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        die_with_parent()
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-        work()
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 # --- the stages among peers that answer at once ------------------------------------------------------------------------------------
@@ -422,7 +402,7 @@ def _run_of(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -
     )
 
 
-def _stages(rows: list[list[Any]], goals: list[harness.Goal], notes: list[str], *, steps: int) -> None:
+def _stages(found: harness.Measured, *, steps: int) -> None:
     groups_per_step, num_engines = 32, NUM_ENGINES
     config = _config(
         num_engines=num_engines, max_running=1024, groups_per_step=groups_per_step, steps=steps, max_staleness=8, num_tokens=TOKENS
@@ -431,26 +411,20 @@ def _stages(rows: list[list[Any]], goals: list[harness.Goal], notes: list[str], 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_keys(folder, PEERS)
-        child = _fork(lambda: _serve_peers(folder, peers, num_engines), core=PEERS_CORE)
-        reader, writer = os.pipe()
-        orchestrator = _fork(lambda: _orchestrate(folder, config, writer), core=ORCHESTRATOR_CORE)
-        os.close(writer)
-        with os.fdopen(reader) as result:
-            text = result.read()
-        os.waitpid(orchestrator, 0)
-        if not text:
-            sys.exit("the orchestrator failed; its error stands above")
+        child = children.start(lambda: _serve_peers(folder, peers, num_engines), cores={PEERS_CORE})
+        wall_s, cpu_s, counted = children.result_of(_orchestrate, folder, config, cores={ORCHESTRATOR_CORE})
         os.waitpid(child, 0)
-    wall_s, cpu_s, counted = json.loads(text)
     rollouts = counted * groups_per_step * GROUP_SIZE
     bytes_each = len(encode(_completion("1/1"))) + 4 * TOKENS + 17 * (TOKENS + 32)
-    rows.append(["stages: wall", rollouts / wall_s, rollouts / wall_s * bytes_each / 1e6, 1e6 * cpu_s / rollouts, ""])
-    rows.append(["stages: a second of the core", rollouts / cpu_s, rollouts / cpu_s * bytes_each / 1e6, 1e6 * cpu_s / rollouts, ""])
-    notes.append(f"stages: the orchestrator's core was busy {cpu_s / wall_s:.0%} of the time, encryption included")
-    goals.append(harness.Goal(name="trajectories/s through one core", value=rollouts / wall_s, goal=2000))
+    for what, seconds in (("wall", wall_s), ("a second of the core", cpu_s)):
+        found.rows.append(_row(f"stages: {what}", rollouts / seconds, bytes_each, 1e6 * cpu_s / rollouts, ""))
+    found.notes.append(f"stages: the orchestrator's core was busy {cpu_s / wall_s:.0%} of the time, encryption included")
+    found.goals.append(harness.at_least("trajectories/s through one core", rollouts / wall_s, 2000))
 
 
-def _orchestrate(folder: Path, config: Config, writer: int) -> None:
+def _orchestrate(folder: Path, config: Config) -> tuple[float, float, int]:
+    """Seconds of wall and of processor, and of how many steps they are."""
+
     async def run() -> Meter:
         hubs = [ZmqHub(folder, role, accepts=kind) for role, kind in _ROLES]
         with contextlib.closing(Meter(folder)) as journal, contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
@@ -462,7 +436,7 @@ def _orchestrate(folder: Path, config: Config, writer: int) -> None:
 
     journal = asyncio.run(run())
     since = len(journal.steps) // 5
-    os.write(writer, json.dumps([*journal.spent(since), len(journal.steps) - 1 - since]).encode())
+    return *journal.spent(since), len(journal.steps) - 1 - since
 
 
 _ROLES = (("engine", FromEngine), ("scorer", FromScorer), ("trainer", FromTrainer))
@@ -528,37 +502,26 @@ class LoopHub:
         pass
 
 
-def _growth(
-    rows: list[list[Any]], goals: list[harness.Goal], *, groups_per_step: int, num_steps: int, repetitions: int, largest: int
-) -> None:
+def _growth(found: harness.Measured, *, groups_per_step: int, num_steps: int, repetitions: int, largest: int) -> None:
     """Take turns, and of each size the lowest: whatever else the machine does only ever adds."""
     cost = dict.fromkeys([(1_000, 10), (10_000, 10), (largest, 10), (10_000, 1000)], float("inf"))
     for _ in range(repetitions):
-        for size in cost:
-            cost[size] = min(
-                cost[size], _cost(in_flight=size[0], num_engines=size[1], groups_per_step=groups_per_step, num_steps=num_steps)
-            )
+        for in_flight, num_engines in cost:
+            once = _cost(in_flight=in_flight, num_engines=num_engines, groups_per_step=groups_per_step, num_steps=num_steps)
+            cost[in_flight, num_engines] = min(cost[in_flight, num_engines], once)
     for (in_flight, num_engines), each in cost.items():
-        rows.append([f"growth: {in_flight} in flight, {num_engines} engines", 1e6 / each, "", each, each / cost[1_000, 10]])
+        found.rows.append(_row(f"growth: {in_flight} in flight, {num_engines} engines", 1e6 / each, 0, each, each / cost[1_000, 10]))
     more_rollouts, more_engines = cost[largest, 10] / cost[1_000, 10], cost[10_000, 1000] / cost[10_000, 10]
-    goals.append(harness.Goal(name=f"cost at {largest} in flight over 1,000", value=more_rollouts, goal=1.2, at_least=False))
-    goals.append(harness.Goal(name="cost with 1,000 engines over 10", value=more_engines, goal=1.2, at_least=False))
+    found.goals.append(harness.at_most(f"cost at {largest} in flight over 1,000", more_rollouts, 1.2))
+    found.goals.append(harness.at_most("cost with 1,000 engines over 10", more_engines, 1.2))
 
 
 def _cost(*, in_flight: int, num_engines: int, groups_per_step: int, num_steps: int) -> float:
     """Microseconds of processor for each rollout, once the engines hold `in_flight`; in a process of its own."""
-    reader, writer = os.pipe()
-    child = _fork(lambda: _measure_growth(writer, in_flight, num_engines, groups_per_step, num_steps), core=ORCHESTRATOR_CORE)
-    os.close(writer)
-    with os.fdopen(reader) as result:
-        text = result.read()
-    os.waitpid(child, 0)
-    if not text:
-        sys.exit(f"the run with {in_flight} in flight and {num_engines} engines failed; its error stands above")
-    return float(text)
+    return children.result_of(_measure_growth, in_flight, num_engines, groups_per_step, num_steps, cores={ORCHESTRATOR_CORE})
 
 
-def _measure_growth(writer: int, in_flight: int, num_engines: int, groups_per_step: int, num_steps: int) -> None:
+def _measure_growth(in_flight: int, num_engines: int, groups_per_step: int, num_steps: int) -> float:
     num_tokens = 16
     per_step = groups_per_step * GROUP_SIZE
     steps = num_steps + 2
@@ -596,8 +559,8 @@ def _measure_growth(writer: int, in_flight: int, num_engines: int, groups_per_st
 
     journal = asyncio.run(run())
     _, cpu_s = journal.spent(1)
-    os.write(writer, str(1e6 * cpu_s / ((len(journal.steps) - 2) * per_step)).encode())
+    return 1e6 * cpu_s / ((len(journal.steps) - 2) * per_step)
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("transport", measure, options={"--only": {"choices": ["pair", "stages", "growth"], "help": "one of the three parts"}})

@@ -5,6 +5,7 @@ The processes are those of a real run, started at the same entry points with the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import runpy
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.launch.run_folder import make_run_folder
+from scripts.bench import children
 
 
 def import_roles() -> None:
@@ -34,25 +36,29 @@ def run(config: Config, *, cores: dict[str, set[int]], deadline_s: float) -> Pat
     """Run to the end and return the run folder. Raises `RuntimeError` with a role's log where it fails or the deadline passes."""
     run_folder = make_run_folder(config)
     (run_folder / "logs").mkdir()
+    run = ["--run-folder", str(run_folder)]
     roles = {
-        "orchestrator": ("orchestrator", ["--run-folder", str(run_folder)]),
-        "engines": ("pipelinerl.engine", ["--run-folder", str(run_folder)]),
-        "scorer-0": ("pipelinerl.rewards", ["--run-folder", str(run_folder), "--index", "0"]),
-        "trainer": ("trainer", ["--run-folder", str(run_folder)]),
+        "orchestrator": ("orchestrator", run),
+        "engines": ("pipelinerl.engine", run),
+        "scorer-0": ("pipelinerl.rewards", [*run, "--index", "0"]),
+        "trainer": ("trainer", run),
     }
-    children = {_fork(name, module, arguments, run_folder, cores.get(name)): name for name, (module, arguments) in roles.items()}
+    running = {
+        children.start(functools.partial(_play, name, module, arguments, run_folder), cores=cores.get(name, ())): name
+        for name, (module, arguments) in roles.items()
+    }
     end = time.monotonic() + deadline_s
     failed = ""
-    while children and not failed:
+    while running and not failed:
         process_id, status = os.waitpid(-1, os.WNOHANG)
         if process_id:
-            name = children.pop(process_id, None)
+            name = running.pop(process_id, None)
             failed = name or "" if os.waitstatus_to_exitcode(status) else ""
         elif time.monotonic() > end:
-            failed = next(iter(children.values()))
+            failed = next(iter(running.values()))
         else:
             time.sleep(0.05)
-    for process_id in children:
+    for process_id in running:
         os.kill(process_id, signal.SIGKILL)
         os.waitpid(process_id, 0)
     if failed:
@@ -61,32 +67,14 @@ def run(config: Config, *, cores: dict[str, set[int]], deadline_s: float) -> Pat
     return run_folder
 
 
-def _fork(name: str, module: str, arguments: list[str], run_folder: Path, cores: set[int] | None) -> int:
-    child = os.fork()
-    if child:
-        return child
+def _play(name: str, module: str, arguments: list[str], run_folder: Path) -> None:
     log = os.open(run_folder / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if cores:
-        os.sched_setaffinity(0, cores)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     sys.argv = [module, *arguments]
-    code = 1
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # the child must never return into the parent's code
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    runpy.run_module(module, run_name="__main__", alter_sys=False)
 
 
 def _free_port() -> int:

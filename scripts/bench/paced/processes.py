@@ -10,15 +10,13 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.config.file import load
-from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
-from pipelinerl.observe.lines import read_journals
 from scripts.bench import harness
+from scripts.bench.demo_runs import lines_of, prepare
 from scripts.bench.paced.engine import MEAN_TOKENS
 from scripts.chaos import victims
 
@@ -37,42 +35,41 @@ CONDITIONS = (
 )
 
 
-def measure_all(rows: list[list[Any]], goals: list[harness.Goal], *, latencies: tuple[int, ...], seconds: float, goal: float) -> None:
+def measure_all(found: harness.Measured, *, latencies: tuple[int, ...], seconds: float, goal: float) -> None:
     """Add the rows and goals of reward at once, inline and as a stage, at so many times the generation time."""
     alone = _measure(0.0, seconds=seconds)
-    rows.append(["processes", "reward at once", 0.0, *alone[:2], 1.0, "", *alone[2:]])
+    _add(found, "reward at once", 0.0, alone, alone=alone)
     for times in latencies:
         for name, is_inline in (("inline", True), ("stage", False)):
-            found = _measure(times * GENERATION_S, is_inline=is_inline, seconds=seconds)
-            rows.append(["processes", name, float(times), *found[:2], found[1] / alone[1], "", *found[2:]])
+            _add(found, name, times, _measure(times * GENERATION_S, is_inline=is_inline, seconds=seconds), alone=alone)
         text = f"processes: engine tokens/s with a reward of {times}x as a stage over none"
-        goals.append(harness.Goal(name=text, value=rows[-1][5], goal=goal))
+        found.goals.append(harness.at_least(text, found.rows[-1]["of reward at once"], goal))
 
 
-def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> tuple[float, float, float, float]:
-    """(samples/s, engine tokens/s, idle part of the slots, median seconds from last token to score) of the steady state."""
-    calls = SLOTS / GENERATION_S * (0.0 if is_inline else latency_s)
+def _add(found: harness.Measured, name: str, times: float, figures: harness.Row, *, alone: harness.Row) -> None:
+    head = {"what": "processes", "scoring": name, "reward / generation time": float(times)}
+    speeds = {column: figures[column] for column in ("samples/s", "tokens/s")}
+    ratio = figures["tokens/s"] / alone["tokens/s"]
+    found.rows.append(head | speeds | {"of reward at once": ratio, "whole run": ""} | figures)
+
+
+def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> harness.Row:
+    """The steady state of one run: idle is a part of the engine's slots, lag from a last token to its score, median."""
+    call_s, hold_s = (0.0, latency_s) if is_inline else (latency_s, 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        settings = demo_config(folder=Path(folder), seed=0)
-        make_demo_model(Path(folder) / "demo-model", seed=0)
+        settings = prepare(Path(folder))
         plugins = Path(__file__).with_name("rewards.py")
-        seconds_of_call = 0.0 if is_inline else latency_s
-        overrides = ["run.name=paced", "trainer.steps=100000", "evaluation.every=0"]
+        overrides = ["run.name=paced", "trainer.steps=100000", "evaluation.every=0", "checkpoint.every=100000"]
         overrides += [f"batch.groups_per_step={SAMPLES_PER_STEP // GROUP_SIZE}", f"rollout.group_size={GROUP_SIZE}"]
-        overrides += [
-            f'data.source="{plugins}:prompts"',
-            f"rollout.max_tokens={2 * MEAN_TOKENS}",
-            "model.max_tokens=104",
-            "checkpoint.every=100000",
-        ]
-        overrides += [f'reward=[{{function="{plugins}:reward", options={{seconds={seconds_of_call}}}}}]']
-        overrides += [f"scorer.slots={max(2, round(1.6 * calls))}", f"pipeline.max_staleness={STALENESS}"]
+        overrides += [f'data.source="{plugins}:prompts"', f"rollout.max_tokens={2 * MEAN_TOKENS}", "model.max_tokens=104"]
+        overrides += [f'reward=[{{function="{plugins}:reward", options={{seconds={call_s}}}}}]']
+        overrides += [f"scorer.slots={max(2, round(1.6 * SLOTS / GENERATION_S * call_s))}", f"pipeline.max_staleness={STALENESS}"]
         overrides += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "trainer.cores=[]", f"engine.max_running={SLOTS}"]
         overrides += [f"pipeline.max_running={SLOTS if is_inline else SLOTS * 5 // 4}"]
         config = load(settings, overrides=overrides)
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
         run_folder = make_run_folder(config)
-        roles = tuple(_role(role, run_folder, hold_s=latency_s if is_inline else 0.0) for role in roles_of(config, run_folder))
+        roles = tuple(_role(role, run_folder, hold_s=hold_s) for role in roles_of(config, run_folder))
         asyncio.run(_run(roles, run_folder, seconds=seconds))
         return _read(run_folder, seconds=seconds)
 
@@ -103,11 +100,11 @@ async def _run(roles: tuple[Role, ...], run_folder: Path, *, seconds: float) -> 
     await running
 
 
-def _read(run_folder: Path, *, seconds: float) -> tuple[float, float, float, float]:
-    lines = list(read_journals(run_folder))
-    begin = min(line["t"] for line in lines if line["kind"] == "step") + WARM_S
+def _read(run_folder: Path, *, seconds: float) -> harness.Row:
+    lines = lines_of(run_folder)
+    begin = lines["step"][0]["t"] + WARM_S
     # An engine reports once a second, so its first report after `begin` and the last one up to the end are exact.
-    loads = [line for line in lines if line["kind"] == "load" and "num_steps" in line and begin <= line["t"] <= begin + seconds + 1.0]
+    loads = [line for line in lines["load"] if "num_steps" in line and begin <= line["t"] <= begin + seconds + 1.0]
     first, last = loads[0], loads[-1]
     tokens_per_s = (last["num_tokens"] - first["num_tokens"]) / (last["t"] - first["t"])
     with sqlite3.connect(run_folder / "ledger.sqlite") as ledger:
@@ -116,4 +113,9 @@ def _read(run_folder: Path, *, seconds: float) -> tuple[float, float, float, flo
         )
         lags = [lag for (lag,) in ledger.execute(query)]
         (mean_tokens,) = ledger.execute("SELECT avg(num_tokens) FROM events WHERE kind = 'generated'").fetchone()
-    return tokens_per_s / mean_tokens, tokens_per_s, 1.0 - tokens_per_s * PASS_S / SLOTS, statistics.median(lags)
+    return {
+        "samples/s": tokens_per_s / mean_tokens,
+        "tokens/s": tokens_per_s,
+        "idle": 1.0 - tokens_per_s * PASS_S / SLOTS,
+        "lag s": statistics.median(lags),
+    }
