@@ -18,7 +18,7 @@ from orchestrator.rules.repetition import repeated_fraction
 from pipelinerl.algorithms.staleness import split
 from pipelinerl.messages import Finish, Sample, ScoredTrajectory, StepDone, TerminalStatus, WeightsCommitted
 from pipelinerl.observe.alarms.rules import Alarms
-from pipelinerl.observe.fold.rows import Alarm, evaluation_row, step_row
+from pipelinerl.observe.fold.rows import Alarm, EvaluationRow, StepRow, read
 from pipelinerl.observe.journal import Journal
 
 
@@ -105,11 +105,11 @@ class Progress:
         self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
         self._sample_log.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
-        self._tell(self._alarms.take_step(step_row(fields)))
+        self._tell(self._alarms.take_step(read(StepRow, fields)))
 
     def evaluated(self, fields: dict[str, Any]) -> None:
         """Note the journal fields of an evaluation that is done."""
-        self._tell(self._alarms.take_evaluation(evaluation_row(fields)))
+        self._tell(self._alarms.take_evaluation(read(EvaluationRow, fields)))
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from pipelinerl.observe.fold import rows
-from pipelinerl.observe.fold.rows import EXITS, Alarm, EvaluationRow
+from pipelinerl.observe.fold.rows import Alarm, EvaluationRow
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import units
@@ -132,8 +132,8 @@ def error_words(error: rows.FunctionErrorRow) -> str:
 
 def held_out_words(row: EvaluationRow) -> str:
     """An evaluation on one line, by component where there are several."""
-    parts = ", ".join(f"{name} {_short(value)}" for name, value in row.components.items()) if len(row.components) > 1 else ""
-    return f"held-out {_short(row.reward_mean)} at version {units.whole(row.version)}" + (f" ({parts})" if parts else "")
+    parts = ", ".join(f"{name} {units.dashed(value)}" for name, value in row.components.items()) if len(row.components) > 1 else ""
+    return f"held-out {units.dashed(row.reward_mean)} at version {units.whole(row.version)}" + (f" ({parts})" if parts else "")
 
 
 def plain_line(state: RunState) -> str:
@@ -141,16 +141,16 @@ def plain_line(state: RunState) -> str:
     step = state.steps[-1]
     parts = [
         f"step {state.num_steps_done}/{state.num_steps or '?'}",
-        f"reward {_short(step.reward_mean)}",
-        f"staleness {_short(step.staleness_mean)}/{'–' if step.staleness_max is None else units.whole(step.staleness_max)}",
-        f"generated {_short(state.generated_tokens_per_s)} tok/s",
-        f"trained {_short(state.trained_tokens_per_s)} tok/s",
-        f"trainer waited {_percent(state.trainer_wait_fraction)}",
-        f"engines idle {_percent(state.engine_idle_fraction)}",
-        f"slots empty {_percent(state.engine_empty_fraction)}",
+        f"reward {units.dashed(step.reward_mean)}",
+        f"staleness {units.dashed(step.staleness_mean)}/{units.dashed(step.staleness_max, units.whole)}",
+        f"generated {units.dashed(state.generated_tokens_per_s)} tok/s",
+        f"trained {units.dashed(state.trained_tokens_per_s)} tok/s",
+        f"trainer waited {units.whole_percent(state.trainer_wait_fraction)}",
+        f"engines idle {units.whole_percent(state.engine_idle_fraction)}",
+        f"slots empty {units.whole_percent(state.engine_empty_fraction)}",
     ]
     if state.last_evaluation is not None:
-        parts.append(f"held-out {_short(state.last_evaluation.reward_mean)}")
+        parts.append(f"held-out {units.dashed(state.last_evaluation.reward_mean)}")
     if state.seconds_left:
         parts.append(f"{units.duration(state.seconds_left)} left")
     if state.errors.now:
@@ -170,18 +170,7 @@ def end_lines(state: RunState) -> list[str]:
 
 def identity_words(state: RunState) -> str:
     """The conservation identity on one line."""
-    identity = state.identity
-    off = rows.imbalance(identity)
+    off = rows.imbalance(state.identity)
     if off is None:
         return units.NOT_RECORDED
-    parts = " + ".join(f"{units.whole(identity.get(name, 0))} {name.replace('_', ' ')}" for name in ("in_flight", *EXITS))
-    sign = "=" if off == 0 else "≠"
-    return f"{units.whole(identity['admitted'])} admitted {sign} {parts}" + (f"  off by {units.whole(off)}" if off else "")
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else units.quantity(value)
-
-
-def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{100 * fraction:.0f} %"
+    return units.account(state.identity, off=off) + (f"  off by {units.whole(off)}" if off else "")

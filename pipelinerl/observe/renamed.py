@@ -15,12 +15,11 @@ Line = dict[str, Any]
 """One journal line, decoded."""
 
 KINDS = {"evaluation_given_up": "evaluation_dropped", "lie": "violation"}
-"""""Kinds of lines."""
+"""Kinds of lines."""
 PRM = {"num_taken": "num_trace_tokens", "num_asked": "num_uncached_tokens", "num_flagged": "num_hopeless"}
 """Gauges of the process reward model, in lines of its own and in the field `prm` of a status."""
 ENVIRONMENT = {"num_between": "num_awaiting_reply", "num_replies": "num_observations"}
 """Gauges of the environment, in the field `environment` of a status."""
-""
 FIELDS = {
     "step": {"set_aside_groups": "filtered_groups", "let_through_groups": "unfiltered_groups", "engines_differ": "engine_mismatch"},
     "sample": {"fate": "status", "steps": "step_scores"},

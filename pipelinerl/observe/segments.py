@@ -19,9 +19,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from pipelinerl.errors import DataError
+
 _CLOSED = re.compile(r"\.(\d{6})\.jsonl(\.gz)?$")
 _DAMAGED = b"{\n"
 """Stands for the rest of a compressed segment that cannot be read: a line that is none."""
+
+
+def journal_folder(run_folder: Path) -> Path:
+    """The folder of a run's journals. Raises `DataError` where there is none."""
+    folder = run_folder / "journal"
+    if not folder.is_dir():
+        raise DataError(f"no journal in {folder}: name the folder of a run, the one that holds its journal folder")
+    return folder
 
 
 def journals_of(folder: Path) -> list[Path]:

@@ -133,25 +133,25 @@ def _progress(state: RunState) -> RenderableType:
 def _reward(state: RunState) -> RenderableType:
     rewards = [step.reward_mean for step in state.steps if step.reward_mean is not None]
     text = Text(sparkline(rewards), style="magenta")
-    text.append(f"  {_short(rewards[-1])}" if rewards else units.NOT_RECORDED, style="bold")
+    text.append(f"  {units.dashed(rewards[-1])}" if rewards else units.NOT_RECORDED, style="bold")
     first, last = state.first_evaluation, state.last_evaluation
     if first is not None and last is not None:
-        text.append(f"   held-out {_short(first.reward_mean)}", style="green")
+        text.append(f"   held-out {units.dashed(first.reward_mean)}", style="green")
         if last is not first:
-            text.append(f" → {_short(last.reward_mean)} (version {units.whole(last.version)})", style="green")
+            text.append(f" → {units.dashed(last.reward_mean)} (version {units.whole(last.version)})", style="green")
         if len(last.components) > 1:
-            text.append("   " + ", ".join(f"{name} {_short(value)}" for name, value in last.components.items()), style="dim green")
+            text.append("   " + ", ".join(f"{name} {units.dashed(value)}" for name, value in last.components.items()), style="dim green")
     return text
 
 
 def _tokens(state: RunState) -> RenderableType:
-    return Text(f"generated {_short(state.generated_tokens_per_s)}/s   trained {_short(state.trained_tokens_per_s)}/s")
+    return Text(f"generated {units.dashed(state.generated_tokens_per_s)}/s   trained {units.dashed(state.trained_tokens_per_s)}/s")
 
 
 def _staleness(state: RunState) -> RenderableType:
     last = state.steps[-1] if state.steps else None
-    mean, oldest = (_short(last.staleness_mean), _count(last.staleness_max)) if last else ("–", "–")
-    return Text(f"mean {mean}, oldest {oldest} versions   last swap paused {_milliseconds(state.last_pause_s)}")
+    mean, oldest = (units.dashed(last.staleness_mean), units.dashed(last.staleness_max, units.whole)) if last else ("–", "–")
+    return Text(f"mean {mean}, oldest {oldest} versions   last swap paused {units.dashed(state.last_pause_s, units.milliseconds)}")
 
 
 def _steps(prm: Mapping[str, float]) -> RenderableType:
@@ -185,7 +185,7 @@ def _engines(state: RunState) -> RenderableType:
     if status and status.engines:
         slots = f" of {state.sequence_slots * len(status.engines)}" if state.sequence_slots else ""
         gauges.append(f"   {running:.0f}{slots} sequences", style="dim")
-    gauges.append(f"   {_percent(state.engine_empty_fraction)} of slots empty, admission closed", style="dim")
+    gauges.append(f"   {units.whole_percent(state.engine_empty_fraction)} of slots empty, admission closed", style="dim")
     return gauges
 
 
@@ -223,7 +223,7 @@ def _alarms(state: RunState) -> Text:
 
 def _gauge(fraction: float | None, words: str) -> Text:
     text = _bar(fraction or 0.0, width=20)
-    text.append(f" {_percent(fraction):>5} {words}")
+    text.append(f" {units.whole_percent(fraction):>5} {words}")
     return text
 
 
@@ -232,19 +232,3 @@ def _bar(fraction: float, *, width: int) -> Text:
     text = Text("█" * filled, style="cyan")
     text.append("░" * (width - filled), style="dim")
     return text
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else units.quantity(value)
-
-
-def _count(value: float | None) -> str:
-    return "–" if value is None else units.whole(value)
-
-
-def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{100 * fraction:.0f} %"
-
-
-def _milliseconds(value: float | None) -> str:
-    return "–" if value is None else units.milliseconds(value)

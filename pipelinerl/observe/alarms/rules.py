@@ -41,6 +41,7 @@ FALLEN = 0.2
 """Part of itself that a component must lose to be told."""
 MISMATCH = 1 / 3
 """Part of `trainer.max_mismatch_kl`, at which the run ends."""
+_OFF_POLICY = "the effective sample size is {:.2f}: less than half of what is trained counts"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,16 +107,16 @@ class Alarms:
     def _rules(self) -> tuple[tuple[AlarmName, Callable[[], tuple[int, str] | None]], ...]:
         """Each rule gives (step where it began, figure) where it holds."""
         return (
-            (AlarmName.TRUNCATION, self._truncation),
+            (AlarmName.TRUNCATION, lambda: self._above("truncated", TRUNCATED, "{:.0%} of samples are cut off at rollout.max_tokens")),
             (AlarmName.NO_SIGNAL, self._no_signal),
             (AlarmName.ENTROPY_COLLAPSE, self._entropy),
             (AlarmName.REWARD_HACKING, self._component_falls),
             (AlarmName.LENGTH_DRIFT, self._length),
             (AlarmName.REPETITION, self._repetition),
-            (AlarmName.OFF_POLICY, self._off_policy),
+            (AlarmName.OFF_POLICY, lambda: self._level("ess", lambda ess: ess < LEAST_ESS, _OFF_POLICY)),
             (AlarmName.MISMATCH, lambda: self._kl("mismatch", MISMATCH * self._max_kl, "engine and trainer differ by a KL of")),
             (AlarmName.STALE_KV, lambda: self._kl("stale_kv", self._max_kl, "what is sampled over an older KV cache differs by a KL of")),
-            (AlarmName.STALE, self._stale),
+            (AlarmName.STALE, lambda: self._above("stale", STALE, "{:.0%} of groups are dropped for their age")),
             (AlarmName.FLAT_REWARD, self._flat),
         )
 
@@ -151,8 +152,14 @@ class Alarms:
         reward = _mean(self._recent(), "reward")
         return reward is not None and reward >= self._solved
 
-    def _level(self, name: str, is_beyond: Callable[[float], bool], words: Callable[[float], str]) -> tuple[int, str] | None:
-        """A mean beyond a bound; it began with the first step of the window that was beyond it, or of those just before that were, too."""
+    def _above(self, name: str, bound: float, words: str) -> tuple[int, str] | None:
+        return self._level(name, lambda value: value >= bound, words)
+
+    def _level(self, name: str, is_beyond: Callable[[float], bool], words: str) -> tuple[int, str] | None:
+        """A mean beyond a bound, which `words` tell.
+
+        It began with the first step of the window that was beyond it, or of those just before that were, too.
+        """
         mean = _mean(self._recent(), name)
         if mean is None or not is_beyond(mean):
             return None
@@ -164,16 +171,12 @@ class Alarms:
                 if not is_beyond(value):
                     break
                 began = step.step
-        return began, words(mean)
-
-    def _truncation(self) -> tuple[int, str] | None:
-        return self._level(
-            "truncated", lambda part: part >= TRUNCATED, lambda part: f"{part:.0%} of samples are cut off at rollout.max_tokens"
-        )
+        return began, words.format(mean)
 
     def _no_signal(self) -> tuple[int, str] | None:
-        words = "of groups have equal rewards: their gradient is zero"
-        return None if self._is_solved else self._level("no_signal", lambda part: part >= NO_SIGNAL, lambda part: f"{part:.0%} {words}")
+        return (
+            None if self._is_solved else self._above("no_signal", NO_SIGNAL, "{:.0%} of groups have equal rewards: their gradient is zero")
+        )
 
     def _entropy(self) -> tuple[int, str] | None:
         first = _mean(self._first, "entropy")
@@ -181,24 +184,14 @@ class Alarms:
             return None
         reward = _mean(self._recent(), "reward")
         at = "" if reward is None else f", at a reward of {reward:.3g}"
-        return self._level(
-            "entropy", lambda now: now < LEAST_ENTROPY * first, lambda now: f"entropy fell from {first:.3g} to {now:.3g} nats{at}"
-        )
-
-    def _off_policy(self) -> tuple[int, str] | None:
-        words = "the effective sample size is {:.2f}: less than half of what is trained counts"
-        return self._level("ess", lambda ess: ess < LEAST_ESS, words.format)
+        return self._level("entropy", lambda now: now < LEAST_ENTROPY * first, f"entropy fell from {first:.3g} to {{:.3g}} nats{at}")
 
     def _kl(self, name: str, bound: float, words: str) -> tuple[int, str] | None:
-        return self._level(name, lambda kl: kl > bound, lambda kl: f"{words} {kl:.2g} (trainer.max_mismatch_kl = {self._max_kl:g})")
-
-    def _stale(self) -> tuple[int, str] | None:
-        return self._level("stale", lambda part: part >= STALE, lambda part: f"{part:.0%} of groups are dropped for their age")
+        return self._level(name, lambda kl: kl > bound, f"{words} {{:.2g}} (trainer.max_mismatch_kl = {self._max_kl:g})")
 
     def _repetition(self) -> tuple[int, str] | None:
         first = _mean(self._first, "repeated") or 0.0
-        least = min(2 * REPEATED, max(REPEATED, first + REPEATED_MORE))
-        return self._level("repeated", lambda part: part >= least, lambda part: f"{part:.0%} of 4-grams repeat the same sample")
+        return self._above("repeated", min(2 * REPEATED, max(REPEATED, first + REPEATED_MORE)), "{:.0%} of 4-grams repeat the same sample")
 
     def _length(self) -> tuple[int, str] | None:
         before, recent = self._before(), self._recent()
@@ -213,30 +206,55 @@ class Alarms:
 
     def _component_falls(self) -> tuple[int, str] | None:
         before, recent = self._before(), self._recent()
-        if recent[0].step <= before[-1].step or _change(before, recent, _reward) < MOVED * self._scale:
+        rise = _Change.of(before, recent, lambda step: step.figures["reward"])
+        if recent[0].step <= before[-1].step or rise is None or rise.size < MOVED * self._scale or rise.is_noise:
             return None
         for name in recent[-1].components:
-            told = [[step.components[name] for step in steps if name in step.components] for steps in (before, recent)]
-            if len(told[0]) < WINDOW // 2 or len(told[1]) < WINDOW // 2:
-                continue
-            then, now = (sum(values) / len(values) for values in told)
-            if now - then < -FALLEN * max(abs(then), abs(now)) and then - now > ERRORS * _error(*told):
-                return before[-1].step, f"{name} fell from {then:.3g} to {now:.3g} while the reward rose"
+            change = _Change.of(before, recent, lambda step, name=name: step.components.get(name), least=WINDOW // 2)
+            if change is not None and change.size < -FALLEN * max(abs(change.then), abs(change.now)) and not change.is_noise:
+                return before[-1].step, f"{name} fell from {change.then:.3g} to {change.now:.3g} while the reward rose"
         return None
 
     def _flat(self) -> tuple[int, str] | None:
-        recent = self._recent()
-        if self._is_solved or recent[-1].step - self._first[0].step < FLAT_AFTER:
+        first, last = self._first[0].step, self._steps[-1].step
+        if self._is_solved or last - first < FLAT_AFTER:
             return None
-        told = [[value for step in steps if (value := step.figures["reward"]) is not None] for steps in (self._first, recent)]
-        if len(told[0]) < WINDOW // 2 or len(told[1]) < WINDOW // 2:
+        change = _Change.of(self._first, self._recent(), lambda step: step.figures["reward"], least=WINDOW // 2)
+        if change is None or abs(change.size) >= MOVED / 2 * self._scale or not change.is_noise:
             return None
-        then, now = (sum(values) / len(values) for values in told)
-        if abs(now - then) >= MOVED / 2 * self._scale or abs(now - then) > ERRORS * _error(*told):
-            return None
-        return self._first[
-            0
-        ].step, f"the reward was {then:.3g} at the start and is {now:.3g} after {recent[-1].step - self._first[0].step + 1} steps"
+        return first, f"the reward was {change.then:.3g} at the start and is {change.now:.3g} after {last - first + 1} steps"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Change:
+    """A mean in two windows of steps."""
+
+    then: float
+    now: float
+    error: float
+    """Standard error of their difference."""
+
+    @classmethod
+    def of(
+        cls, before: Sequence[_Step], recent: Sequence[_Step], value_of: Callable[[_Step], float | None], *, least: int = 1
+    ) -> _Change | None:
+        """None where one of them holds fewer than `least` values."""
+        means, variance = [], 0.0
+        for steps in (before, recent):
+            values = [value for step in steps if (value := value_of(step)) is not None]
+            if len(values) < least:
+                return None
+            means.append(mean := sum(values) / len(values))
+            variance += sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / len(values)
+        return cls(then=means[0], now=means[1], error=math.sqrt(variance))
+
+    @property
+    def size(self) -> float:
+        return self.now - self.then
+
+    @property
+    def is_noise(self) -> bool:
+        return abs(self.size) <= ERRORS * self.error
 
 
 def _step_of(row: StepRow) -> _Step:
@@ -262,25 +280,3 @@ def _step_of(row: StepRow) -> _Step:
 def _mean(steps: Iterable[_Step], name: str) -> float | None:
     known = [value for step in steps if (value := step.figures[name]) is not None]
     return sum(known) / len(known) if known else None
-
-
-def _reward(step: _Step) -> float | None:
-    return step.figures["reward"]
-
-
-def _change(before: Sequence[_Step], recent: Sequence[_Step], value_of: Callable[[_Step], float | None]) -> float:
-    """The rise of a mean; 0 where that is within its noise."""
-    told = [[value for step in steps if (value := value_of(step)) is not None] for steps in (before, recent)]
-    if not told[0] or not told[1]:
-        return 0.0
-    change = sum(told[1]) / len(told[1]) - sum(told[0]) / len(told[0])
-    return change if abs(change) > ERRORS * _error(*told) else 0.0
-
-
-def _error(*samples: Sequence[float]) -> float:
-    """Standard error of the difference of two means."""
-    total = 0.0
-    for values in samples:
-        mean = sum(values) / len(values)
-        total += sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / len(values)
-    return math.sqrt(total)

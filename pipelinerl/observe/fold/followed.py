@@ -39,9 +39,5 @@ class FollowedRun:
 
 def read_failures(run_folder: Path) -> tuple[Failure, ...]:
     """The crash reports in a run folder, in order of time."""
-    found = [record for path in (run_folder / "failures").glob("*.json") if (record := json_object(path.read_bytes())) is not None]
-    failures = [
-        Failure(t=rows.number(record.get("t")) or 0.0, process=str(record.get("process", "?")), error=str(record.get("error", "")))
-        for record in found
-    ]
-    return tuple(sorted(failures, key=lambda failure: failure.t))
+    records = (json_object(path.read_bytes()) for path in (run_folder / "failures").glob("*.json"))
+    return tuple(sorted((rows.read(Failure, record) for record in records if record is not None), key=lambda failure: failure.t))

@@ -1,4 +1,4 @@
-"""Journal lines as typed rows: one dataclass per kind of line that a view shows, and `row_of`, which alone reads a line's fields.
+"""Journal lines as typed rows: one dataclass per kind of line that a view shows, and `read`, which alone reads a line's fields.
 
 A run that ended early, or an older journal, lacks fields: a number that is missing or not finite is None, and a missing table is empty,
 so every view has to say what it shows in its place. Nothing here raises on a line that has `t` and `kind`.
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pipelinerl.observe.renamed import Line
 
@@ -106,7 +106,7 @@ class StatusRow:
     elapsed_s: float | None = None
     memory_bytes: float | None = None
     """Resident memory of the orchestrator."""
-    identity: dict[str, float] = dataclasses.field(default_factory=dict)
+    rollouts: dict[str, float] = dataclasses.field(default_factory=dict)
     reasons: dict[str, float] = dataclasses.field(default_factory=dict)
     waited_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds waited since the run began, by `stage: what`."""
@@ -171,7 +171,8 @@ class SwapRow:
     """One engine's change of version."""
 
     t: float
-    engine_id: int
+    engine_id: int = -1
+    """-1 where it was not told."""
     version: float | None = None
     pause_s: float | None = None
     stage_s: float | None = None
@@ -201,15 +202,15 @@ class EvaluationRow:
 class Alarm:
     """An alarm of learning that was raised, or, with `is_over`, that ended."""
 
-    name: str
+    name: str = ""
     """A `config.alarm_names.AlarmName`; of an older run it may be one that is gone."""
-    began: int
+    began: int = 0
     """Step from which on it holds; of an evaluation, the version."""
-    step: int
+    step: int = 0
     """At which it was noticed."""
-    figure: str
+    figure: str = ""
     """The observation, in one sentence."""
-    change: str
+    change: str = ""
     """The change to make."""
     is_over: bool = False
 
@@ -223,12 +224,12 @@ class FunctionErrorRow:
 
     t: float
     """Unix seconds of the first failure."""
-    function: str
-    kind: str
-    cause: str
-    where: str
+    function: str = ""
+    kind: str = ""
+    cause: str = ""
+    where: str = ""
     outcome: str = ""
-    count: float
+    count: float = 1
     num_calls: float | None = None
     """Calls of the function."""
 
@@ -243,10 +244,11 @@ class EndRow:
 
     t: float
     reason: str = ""
-    identity: dict[str, float] = dataclasses.field(default_factory=dict)
+    rollouts: dict[str, float] = dataclasses.field(default_factory=dict)
     elapsed_s: float | None = None
 
 
+R = TypeVar("R")
 Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow
 
 
@@ -254,15 +256,22 @@ Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow 
 class Failure:
     """The error that ended a process."""
 
-    t: float
-    process: str
-    error: str
+    t: float = 0.0
+    process: str = "?"
+    error: str = ""
 
 
 def row_of(line: Line) -> Row | None:
     """The typed row of a journal line; None for a kind that no view shows, and for a line without what its row stands for."""
-    read = _READ.get(line["kind"])
-    return None if read is None else read(line)
+    kind = _KINDS.get(line["kind"])
+    if kind is None or (kind is StepRow and number(line.get("step")) is None):
+        return None
+    return read(kind, {**line, "kind": line.get("function_kind")} if kind is FunctionErrorRow else line)
+
+
+def read(row: type[R], line: Line) -> R:
+    """The row, or gauge, that a line's fields make, each read by its type; one that is missing or of another type keeps its default."""
+    return row(**{name: value for name, of in _readers(row) if (value := of(line.get(name))) is not None})
 
 
 def number(value: Any) -> float | None:
@@ -277,67 +286,6 @@ def numbers(value: Any) -> dict[str, float]:
     return {str(name): finite for name, entry in items if (finite := number(entry)) is not None}
 
 
-def status_row(line: Line) -> StatusRow:
-    """A line of kind `status`."""
-    queues = _objects(line, "queues")
-    return StatusRow(
-        **_scalars(StatusRow, line),
-        identity=numbers(line.get("rollouts")),
-        reasons=numbers(line.get("reasons")),
-        waited_s=numbers(line.get("waited_s")),
-        waits=tuple((f"{wait.get('stage')}: {wait.get('what')}", number(wait.get("seconds")) or 0.0) for wait in _list(line, "waits")),
-        engines=tuple(EngineGauge(**_scalars(EngineGauge, entry)) for entry in _list(line, "engines") if "engine_id" in entry),
-        scorers=tuple(ScorerGauge(**_scalars(ScorerGauge, entry)) for entry in _list(line, "scorers") if "scorer_id" in entry),
-        prm=numbers(line.get("prm")),
-        environment=numbers(line.get("environment")),
-        queues={name: QueueGauge(**_scalars(QueueGauge, entry)) for name, entry in queues.items()},
-    )
-
-
-def step_row(line: Line) -> StepRow:
-    """A line of kind `step`."""
-    ages, differ = numbers(line.get("staleness")), line.get("engine_mismatch")
-    return StepRow(
-        **_scalars(StepRow, line),
-        engine_mismatch=tuple(map(str, differ)) if isinstance(differ, list) else (),
-        staleness={int(age): tokens for age, tokens in ages.items() if age.lstrip("-").isdigit()},
-        components=numbers(line.get("components")),
-        trainer=numbers(line.get("trainer")),
-    )
-
-
-def swap_row(line: Line) -> SwapRow:
-    """A line of kind `swap`; engine -1 where it does not say which."""
-    return SwapRow(**_scalars(SwapRow, {"engine_id": -1, **line}))
-
-
-def evaluation_row(line: Line) -> EvaluationRow:
-    """A line of kind `evaluation`."""
-    return EvaluationRow(**_scalars(EvaluationRow, line), pass_at=numbers(line.get("pass_at")), components=numbers(line.get("components")))
-
-
-def alarm_row(line: Line) -> Alarm:
-    """A line of kind `alarm`."""
-    name, figure, change = (str(line.get(key) or "") for key in ("name", "figure", "change"))
-    began, step = (int(number(line.get(key)) or 0) for key in ("began", "step"))
-    return Alarm(name=name, began=began, step=step, figure=figure, change=change, is_over=bool(line.get("is_over")))
-
-
-def function_error_row(line: Line) -> FunctionErrorRow:
-    """A line of kind `function_error`."""
-    texts: dict[str, Any] = {name: str(line.get(key, "")) for name, key in _ERROR_TEXTS.items()}
-    return FunctionErrorRow(**_scalars(FunctionErrorRow, {"count": 1, **line}), **texts)
-
-
-def run_row(line: Line) -> RunRow:
-    """A line of kind `run`."""
-    machine = {name: value for name, value in numbers(line.get("machine")).items() if isinstance(value, int)}
-    return RunRow(t=line["t"], config=_object(line.get("config")), derived=_object(line.get("derived")), machine=machine)
-
-
-_ERROR_TEXTS = {"function": "function", "kind": "function_kind", "cause": "cause", "where": "where", "outcome": "outcome"}
-
-
 def is_idle(wait: str) -> bool:
     """Return true where a wait, `stage: what`, is a wait for work: it is long where the stage is quick, and says nothing of who is slow."""
     return wait.partition(": ")[2] in _IDLE
@@ -347,13 +295,6 @@ _FOR_INPUT = ("trajectories", "generated", "scored", "group_scored", "prm_scored
 _IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed", "room in prompts"))
 
 
-def end_row(line: Line) -> EndRow:
-    """A line of kind `end`."""
-    return EndRow(
-        t=line["t"], reason=str(line.get("reason", "")), identity=numbers(line.get("rollouts")), elapsed_s=number(line.get("elapsed_s"))
-    )
-
-
 def imbalance(identity: dict[str, float]) -> int | None:
     """Admitted less everything it must have become: 0 when it balances, None where no identity was recorded."""
     if "admitted" not in identity:
@@ -361,37 +302,52 @@ def imbalance(identity: dict[str, float]) -> int | None:
     return int(identity["admitted"] - sum(identity.get(name, 0) for name in ("in_flight", *EXITS)))
 
 
-def _scalars(row: type[Any], line: Line) -> dict[str, Any]:
-    """The line's finite numbers that are fields of `row`."""
-    return {name: value for name in _number_fields(row) if (value := number(line.get(name))) is not None}
-
-
-@functools.cache
-def _number_fields(row: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(row) if field.type in ("int", "float", "float | None"))
-
-
 def _object(value: Any) -> Line:
     return value if isinstance(value, dict) else {}
 
 
-def _objects(line: Line, name: str) -> dict[str, Line]:
-    value = line.get(name)
-    return {str(key): entry for key, entry in value.items() if isinstance(entry, dict)} if isinstance(value, dict) else {}
-
-
-def _list(line: Line, name: str) -> list[Line]:
-    value = line.get(name)
+def _objects(value: Any) -> list[Line]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-_READ: dict[str, Callable[[Line], Row | None]] = {
-    "run": run_row,
-    "status": status_row,
-    "step": lambda line: step_row(line) if number(line.get("step")) is not None else None,
-    "swap": swap_row,
-    "evaluation": evaluation_row,
-    "function_error": function_error_row,
-    "alarm": alarm_row,
-    "end": end_row,
+def _gauges(row: type[R], identity: str) -> Callable[[Any], tuple[R, ...]]:
+    """Reads the gauges of a fleet; an entry that does not say whose it is is left out."""
+    return lambda value: tuple(read(row, entry) for entry in _objects(value) if identity in entry)
+
+
+_BY_TYPE: dict[str, Callable[[Any], Any]] = {
+    "int": number,
+    "float": number,
+    "float | None": number,
+    "bool": bool,
+    "str": lambda value: None if value is None else str(value),
+    "Line": _object,
+    "dict[str, float]": numbers,
+    "dict[str, int]": lambda value: {name: count for name, count in numbers(value).items() if isinstance(count, int)},
+    "dict[int, float]": lambda value: {int(name): count for name, count in numbers(value).items() if name.lstrip("-").isdigit()},
+    "dict[str, QueueGauge]": lambda value: {
+        str(name): read(QueueGauge, entry) for name, entry in _object(value).items() if isinstance(entry, dict)
+    },
+    "tuple[str, ...]": lambda value: tuple(map(str, value)) if isinstance(value, list) else (),
+    "tuple[tuple[str, float], ...]": lambda value: tuple(
+        (f"{wait.get('stage')}: {wait.get('what')}", number(wait.get("seconds")) or 0.0) for wait in _objects(value)
+    ),
+    "tuple[EngineGauge, ...]": _gauges(EngineGauge, "engine_id"),
+    "tuple[ScorerGauge, ...]": _gauges(ScorerGauge, "scorer_id"),
 }
+"""Reads a field by its type: None where the line has nothing that fits."""
+_KINDS: dict[str, type[Row]] = {
+    "run": RunRow,
+    "status": StatusRow,
+    "step": StepRow,
+    "swap": SwapRow,
+    "evaluation": EvaluationRow,
+    "function_error": FunctionErrorRow,
+    "alarm": Alarm,
+    "end": EndRow,
+}
+
+
+@functools.cache
+def _readers(row: type[Any]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    return tuple((field.name, _BY_TYPE[str(field.type)]) for field in dataclasses.fields(row))

@@ -83,7 +83,7 @@ class RunState:
                 self.errors.take(row, step=self.num_steps_done)
             case EndRow():
                 self.end = row
-                self.identity = row.identity or self.identity
+                self.identity = row.rollouts or self.identity
             case None:
                 pass
         return row
@@ -196,7 +196,7 @@ class RunState:
 
     def _take_status(self, status: StatusRow) -> None:
         self.status = status
-        self.identity = status.identity or self.identity
+        self.identity = status.rollouts or self.identity
         self.recent.append(status)
         while self.recent[0].t < status.t - WINDOW_S:
             self.recent.popleft()

@@ -95,7 +95,7 @@ GAUGES = (
         "rollouts",
         "rollouts since the run began: admitted = in_flight + trained + filtered + stale + failed + cancelled",
         "Many failed: see `errors/...`. Many stale: see the alarm stale. Many filtered: see batch/zero_variance_fraction.",
-        read=lambda state: _status(state).identity,
+        read=lambda state: _status(state).rollouts,
     ),
     Metric(
         "weights/policy_version",

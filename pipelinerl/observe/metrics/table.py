@@ -42,6 +42,11 @@ class Metric:
 _PART = re.compile(r"<[^>]+>")
 
 
+def first_parts(*metrics: Metric) -> tuple[str, ...]:
+    """The first parts of their names, each once; `progress` is the axes' own."""
+    return tuple(dict.fromkeys(part for metric in metrics if (part := metric.name.partition("/")[0]) != "progress"))
+
+
 def over_fleet(values: Iterable[float | None]) -> dict[str, float]:
     """Mean, least and most over a fleet: a mean alone hides the one engine that is ill. Empty where nobody told a value."""
     known = [value for value in values if value is not None]

@@ -51,7 +51,7 @@ def headline(tables: Tables) -> Headline:
     few = max(1, min(FINAL_STEPS, len(steps) // 2))
     pauses = [swap.pause_s for swap in tables.swaps if swap.pause_s is not None]
     planned = last.num_steps if last and last.num_steps else tables.setting("trainer", "steps")
-    identity = (tables.end.identity if tables.end else {}) or (last.identity if last else {})
+    identity = (tables.end.rollouts if tables.end else {}) or (last.rollouts if last else {})
     generated = counters.growth([0.0, *(status.generated_tokens for status in tables.statuses)])
     trained = counters.total(step.num_trained_tokens for step in steps)
     measured = measure(tables)

@@ -9,6 +9,7 @@ from typing import Any
 from pipelinerl.observe.alarms.rules import WINDOW
 from pipelinerl.observe.fold.rows import EXITS, is_idle
 from pipelinerl.observe.metrics.steps import BY_FIELD, step_value
+from pipelinerl.observe.report import units
 from pipelinerl.observe.report.diagnosis import Diagnosis
 from pipelinerl.observe.report.headline import Headline
 from pipelinerl.observe.report.reading import Tables
@@ -70,11 +71,11 @@ def identity_sentence(numbers: Headline) -> tuple[str, str]:
     """The conservation identity: a mark, ✓ where it balances, and the sentence, which says by how much it does not; empty: not recorded."""
     if numbers.imbalance is None:
         return "", "The conservation identity: not recorded."
-    parts = " + ".join(f"{whole(numbers.identity.get(name, 0))} {name.replace('_', ' ')}" for name in ("in_flight", *EXITS))
+    account = units.account(numbers.identity, off=numbers.imbalance)
     if numbers.imbalance == 0:
-        return "✓", f"{whole(numbers.identity['admitted'])} admitted = {parts}"
+        return "✓", account
     off = f"{plural(abs(numbers.imbalance), 'rollout')} {'unaccounted for' if numbers.imbalance > 0 else 'ended more often than admitted'}"
-    return "✗", f"{whole(numbers.identity['admitted'])} admitted ≠ {parts}: {off}"
+    return "✗", f"{account}: {off}"
 
 
 def outcomes(numbers: Headline) -> list[Table]:

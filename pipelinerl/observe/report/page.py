@@ -28,9 +28,8 @@ from pipelinerl.observe.report.timeline import timeline
 from pipelinerl.observe.report.units import NOT_RECORDED, duration, plural
 
 _HERE = Path(__file__).parent
-_PLOT_STYLE = "assets/uplot/uPlot.min.css"
-_SCRIPTS = ("assets/uplot/uPlot.iife.min.js", "templates/plots.js")
-_STYLES = (_PLOT_STYLE, "templates/style.css")
+_PLOTS = ("assets/uplot/uPlot.min.css", "assets/uplot/uPlot.iife.min.js", "templates/base.css", "templates/plots.js")
+"""What draws the figures of every page, and their colours."""
 
 
 def page(tables: Tables) -> str:
@@ -51,18 +50,24 @@ def page(tables: Tables) -> str:
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """A page from its template, with the scripts and the style sheet within it."""
-    environment = _environment()
-    scripts, style = [_text(name) for name in _SCRIPTS], "".join(_text(name) for name in _STYLES)
-    allowed = " ".join(_digest(script) for script in scripts)
-    policy = f"default-src 'none'; script-src {allowed}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
-    return environment.get_template(template).render(policy=policy, scripts=map(Markup, scripts), style=Markup(style), **values)
+class Parts:
+    """The scripts and the style sheet of a page: by its Content-Security-Policy they alone act on it, by their digests."""
+
+    def __init__(self, *names: str, also: str = "") -> None:
+        """`names`: files beside those that draw figures; `also`: more of the policy."""
+        files = (*_PLOTS, *names)
+        self.scripts = [_text(name) for name in files if name.endswith(".js")]
+        self.style = "".join(_text(name) for name in files if name.endswith(".css"))
+        allowed = " ".join(map(_digest, self.scripts))
+        rest = "base-uri 'none'; form-action 'none'"
+        self.policy = f"default-src 'none'; script-src {allowed}; style-src {_digest(self.style)}; {also}{rest}"
 
 
-def plot_parts() -> tuple[list[str], str]:
-    """The scripts that draw figures, and the plot library's style sheet, for a page of another room."""
-    return [_text(name) for name in _SCRIPTS], _text(_PLOT_STYLE)
+def render(template: str, parts: Parts | None = None, **values: Any) -> str:
+    """A page from its template, with the scripts and the style sheet within it; without `parts` it is one of the report's."""
+    parts = parts or Parts("templates/style.css")
+    scripts, style = map(Markup, parts.scripts), Markup(parts.style)
+    return _environment().get_template(template).render(policy=parts.policy, scripts=scripts, style=style, **values)
 
 
 def write_whole(path: Path, text: str) -> Path:

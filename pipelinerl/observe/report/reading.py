@@ -118,7 +118,7 @@ def read_tables(run_folder: Path) -> Tables:
         began=state.began,
         ended=state.last_t,
         steps=tuple(steps[step] for step in sorted(steps)),
-        statuses=tuple(rows.status_row(line) for line in statuses.rows()),
+        statuses=tuple(rows.read(StatusRow, line) for line in statuses.rows()),
         swaps=tuple(sorted(swaps, key=lambda swap: swap.t)),
         evaluations=tuple(sorted(evaluations, key=lambda evaluation: evaluation.t)),
         end=state.end,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+from pipelinerl.observe.fold.rows import EXITS
 
 NOT_RECORDED = "not recorded"
 _GAP = "\N{NO-BREAK SPACE}"
@@ -62,3 +65,19 @@ def duration(value: float | None) -> str:
 def plural(num: float, noun: str) -> str:
     """`1 engine`, `2 engines`."""
     return f"{whole(num)} {noun}" + ("" if num == 1 else "s")
+
+
+def dashed(value: float | None, write: Callable[[float | None], str] = quantity) -> str:
+    """A number, or a dash where there is none, for lines that have no room for words."""
+    return "–" if value is None else write(value)
+
+
+def whole_percent(fraction: float | None) -> str:
+    """Parts of one as `56 %`."""
+    return dashed(fraction, lambda part: f"{100 * (part or 0.0):.0f} %")
+
+
+def account(identity: dict[str, float], *, off: int) -> str:
+    """The conservation identity of rollouts, which is `off` by so many: `64 admitted = 2 in flight + 62 trained + …`."""
+    parts = " + ".join(f"{whole(identity.get(name, 0))} {name.replace('_', ' ')}" for name in ("in_flight", *EXITS))
+    return f"{whole(identity['admitted'])} admitted {'≠' if off else '='} {parts}"

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 from pipelinerl.observe.fold.rows import Alarm, EvaluationRow, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
 from pipelinerl.observe.fold.state import RunState
-from pipelinerl.observe.metrics.gauges import evaluation_metrics, gauges_of
-from pipelinerl.observe.metrics.steps import COUNTED, STEP_METRICS, trainer_metric
+from pipelinerl.observe.metrics.gauges import ERRORS, EVALUATION, GAUGES, SWAPS, evaluation_metrics, gauges_of
+from pipelinerl.observe.metrics.steps import COUNTED, STEP_METRICS, TRAINER_METRICS, trainer_metric
+from pipelinerl.observe.metrics.table import first_parts
 from pipelinerl.observe.renamed import Line
 
 GAUGES_EVERY_S = 10.0
@@ -25,23 +26,9 @@ GAUGES_EVERY_S = 10.0
 
 STEP, SECONDS, VERSION = "progress/step", "progress/seconds", "eval/version"
 AXES = {
-    STEP: (
-        "reward",
-        "seq_len",
-        "num_turns",
-        "batch",
-        "off_policy",
-        "optim",
-        "loss",
-        "mismatch_kl",
-        "entropy",
-        "time",
-        "perf",
-        "trainer",
-        "alarm",
-    ),
-    SECONDS: ("inference", "idle_ratio", "queue", "rollouts", "weights", "memory", "errors"),
-    VERSION: ("eval",),
+    STEP: first_parts(*STEP_METRICS, *TRAINER_METRICS, *COUNTED),
+    SECONDS: first_parts(*GAUGES, *SWAPS, ERRORS),
+    VERSION: first_parts(*EVALUATION),
 }
 """Axis -> first parts of the names that stand over it."""
 

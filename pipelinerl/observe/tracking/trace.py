@@ -17,6 +17,7 @@ from pipelinerl.errors import DataError
 from pipelinerl.observe.fold.rows import StatusRow, StepRow, SwapRow, row_of
 from pipelinerl.observe.lines import JournalTail, read_spans
 from pipelinerl.observe.renamed import Line
+from pipelinerl.observe.segments import journal_folder
 
 Event = dict[str, Any]
 
@@ -28,9 +29,7 @@ def write_trace(run_folder: Path, *, path: Path | None = None) -> Path:
     """Write `trace.json.gz` into a run's folder, or to `path`, whole or not at all, and return where it is."""
     began = next((line["t"] for line in JournalTail(run_folder).new_lines()), None)
     if began is None:
-        journal = run_folder / "journal"
-        missing = f"no journal in {journal}: name the folder of a run, the one that holds its journal folder"
-        raise DataError(f"nothing recorded yet in {journal}: try again once the run has begun" if journal.is_dir() else missing)
+        raise DataError(f"nothing recorded yet in {journal_folder(run_folder)}: try again once the run has begun")
     path = path or run_folder / "trace.json.gz"
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     with gzip.open(unfinished, "wt", encoding="utf-8") as file:

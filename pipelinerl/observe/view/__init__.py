@@ -2,5 +2,5 @@
 
 snapshot   journals -> what the page shows, as one JSON object, folded line by line
 server     serves the page and the snapshot; refuses who has no token, and who comes by another name
-page.html  the page: draws the snapshot, asks for nothing else
+`templates/view.*` of the report are the page: drawn with the report's parts and plots, it asks for nothing but the snapshot
 """

@@ -13,16 +13,14 @@ import secrets
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from pipelinerl.errors import ConfigError, DataError
-from pipelinerl.observe.report.page import plot_parts
+from pipelinerl.observe.report.page import Parts, render
+from pipelinerl.observe.segments import journal_folder
 from pipelinerl.observe.view.samples import Query
 from pipelinerl.observe.view.snapshot import Snapshot
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; base-uri 'none'"
 
 MAX_FIELDS = 32
 """Fields of an address's query: more than there are filters."""
@@ -33,12 +31,10 @@ class View:
 
     def __init__(self, run_folder: Path, *, interface: str = "127.0.0.1", port: int = 0) -> None:
         """Bind. Raises `DataError` for a folder without journals, and `ConfigError` where the port is taken."""
-        if not (run_folder / "journal").is_dir():
-            raise DataError(f"no journal in {run_folder / 'journal'}: name the folder of a run, the one that holds its journal folder")
+        journal_folder(run_folder)
         self._snapshot, self._lock = Snapshot(run_folder), threading.Lock()
-        scripts, style = plot_parts()
-        page = files("pipelinerl.observe.view").joinpath("page.html").read_text()
-        self._page = page.replace("PLOT_STYLE", style).replace("PLOT_SCRIPTS", "\n".join(scripts))
+        parts = Parts("templates/view.css", "templates/view.js", also="connect-src 'self'; img-src data:; ")
+        self._page, self._policy = render("view.html", parts).encode(), parts.policy
         self.is_loopback = interface == "localhost" or _is_loopback(interface)
         self.token = secrets.token_urlsafe(24)
         try:
@@ -95,9 +91,7 @@ class View:
                 if not is_welcome:
                     self._answer(HTTPStatus.FORBIDDEN, b"the address with its token stands where `pipelinerl view` runs\n", "text/plain")
                 elif url.path == "/":
-                    nonce = secrets.token_urlsafe(16)
-                    page = view._page.replace("NONCE", nonce).encode()
-                    self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8", policy=_POLICY.format(nonce=nonce))
+                    self._answer(HTTPStatus.OK, view._page, "text/html; charset=utf-8", policy=view._policy)
                 elif url.path == "/state.json":
                     self._answer(HTTPStatus.OK, view.state(), "application/json")
                 elif url.path == "/samples.json":

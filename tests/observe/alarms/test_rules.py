@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.observe.alarms.names import ALARMS
 from pipelinerl.observe.alarms.rules import FLAT_AFTER, WINDOW, Alarms
-from pipelinerl.observe.fold.rows import Alarm, evaluation_row, step_row
+from pipelinerl.observe.fold.rows import Alarm, EvaluationRow, StepRow, read
 from pipelinerl.observe.renamed import current
 
 Line = dict[str, Any]
@@ -33,7 +33,7 @@ def step(number: int, **changes: Any) -> Line:
 
 def raised(curve: Callable[[int], Line], *, num_steps: int, rules: Alarms | None = None) -> list[Alarm]:
     rules = rules or Alarms()
-    return [alarm for number in range(num_steps) for alarm in rules.take_step(step_row(curve(number)))]
+    return [alarm for number in range(num_steps) for alarm in rules.take_step(read(StepRow, curve(number)))]
 
 
 def only(alarms: list[Alarm]) -> Alarm:
@@ -45,7 +45,7 @@ def test_the_demos_own_run_raises_nothing():
     rules, lines = Alarms(), [json.loads(raw) for raw in DEMO.read_text().splitlines()]
     assert len(lines) > 150
     for line in lines:
-        rules.take_step(step_row(current(line))) if line["kind"] == "step" else rules.take_evaluation(evaluation_row(line))
+        rules.take_step(read(StepRow, current(line))) if line["kind"] == "step" else rules.take_evaluation(read(EvaluationRow, line))
     assert rules.raised == []
 
 
@@ -61,10 +61,10 @@ def test_a_healthy_run_with_noise_raises_nothing_in_a_thousand_steps():
 
     rules = Alarms()
     for number in range(1000):
-        assert rules.take_step(step_row(curve(number))) == []
+        assert rules.take_step(read(StepRow, curve(number))) == []
         if number % 50 == 49:
             held_out = 0.18 + 0.7 * (1 - math.exp(-number / 200)) + chance.gauss(0, 0.02)
-            assert rules.take_evaluation(evaluation_row({"version": number + 1, "reward_mean": held_out, "num_prompts": 256})) == []
+            assert rules.take_evaluation(read(EvaluationRow, {"version": number + 1, "reward_mean": held_out, "num_prompts": 256})) == []
 
 
 def test_truncation_is_told_from_the_step_where_it_began():
@@ -109,10 +109,10 @@ def test_held_out_that_falls_while_the_training_reward_rises_is_told_and_ends_wh
     rules = Alarms()
     told: list[Alarm] = []
     for number in range(90):
-        assert rules.take_step(step_row(step(number, reward_mean=0.3 + 0.005 * number))) == []
+        assert rules.take_step(read(StepRow, step(number, reward_mean=0.3 + 0.005 * number))) == []
         if number % 30 == 29:
             told += rules.take_evaluation(
-                evaluation_row({"version": number + 1, "reward_mean": {29: 0.6, 59: 0.4, 89: 0.61}[number], "num_prompts": 256})
+                read(EvaluationRow, {"version": number + 1, "reward_mean": {29: 0.6, 59: 0.4, 89: 0.61}[number], "num_prompts": 256})
             )
     first, over = told
     assert (first.name, first.began, first.step) == (AlarmName.REWARD_HACKING, 30, 59)
@@ -125,10 +125,10 @@ def test_a_held_out_reward_that_falls_within_its_noise_is_not_told():
     for num, expected in ((16, 0), (1024, 1)):
         rules = Alarms()
         raised(lambda n: step(n, reward_mean=0.3 + 0.005 * n), num_steps=30, rules=rules)
-        rules.take_evaluation(evaluation_row({"version": 30, "reward_mean": 0.5, "num_prompts": num}))
+        rules.take_evaluation(read(EvaluationRow, {"version": 30, "reward_mean": 0.5, "num_prompts": num}))
         for number in range(30, 60):
-            rules.take_step(step_row(step(number, reward_mean=0.3 + 0.005 * number)))
-        assert len(rules.take_evaluation(evaluation_row({"version": 60, "reward_mean": 0.3, "num_prompts": num}))) == expected
+            rules.take_step(read(StepRow, step(number, reward_mean=0.3 + 0.005 * number)))
+        assert len(rules.take_evaluation(read(EvaluationRow, {"version": 60, "reward_mean": 0.3, "num_prompts": num}))) == expected
 
 
 def test_a_component_that_falls_while_the_sum_rises_is_told():
@@ -212,7 +212,7 @@ def test_a_run_that_records_nothing_raises_nothing():
 def test_steps_that_are_done_again_after_a_resume_count_once():
     rules = Alarms()
     for number in [*range(15), *range(8, 40)]:
-        rules.take_step(step_row(step(number, truncated_fraction=0.9 if number >= 12 else 0.0)))
+        rules.take_step(read(StepRow, step(number, truncated_fraction=0.9 if number >= 12 else 0.0)))
     assert [alarm.began for alarm in rules.raised] == [12]
 
 

@@ -1,72 +1,4 @@
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>pipelinerl</title>
-<link rel="icon" href="data:,">
-<style>PLOT_STYLE
-:root { color-scheme: light dark; --paper:#fff; --card:#f6f7f9; --ink:#1b1f24; --soft:#59636e; --line:#d5dae0; --grid:#e6e9ed;
-  --engine:#2467b3; --score:#1f8555; --train:#7d3fb2; --warm:#b86e00; --bad:#c62828; --good:#1a7f47; }
-@media (prefers-color-scheme: dark) { :root { --paper:#14171b; --card:#1d2126; --ink:#e6e9ed; --soft:#9aa5b1; --line:#39414b; --grid:#2a3038;
-  --engine:#63a6ee; --score:#52c18c; --train:#bf8cf0; --warm:#eaa23c; --bad:#ff7b72; --good:#5bd08f; } }
-* { box-sizing:border-box; }
-body { margin:0 auto; max-width:1180px; padding:20px 22px 60px; background:var(--paper); color:var(--ink);
-  font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",Arial,sans-serif; font-variant-numeric:tabular-nums; }
-h1 { font-size:1.5rem; margin:0; } h2 { font-size:1.05rem; margin:1.8rem 0 .6rem; }
-#bar { height:6px; background:var(--grid); border-radius:3px; margin:.6rem 0 1rem; overflow:hidden; } #bar div { height:100%; background:var(--engine); width:0; }
-#lost { color:var(--bad); } .soft { color:var(--soft); }
-.cards { display:grid; grid-template-columns:repeat(auto-fill,minmax(165px,1fr)); gap:10px; }
-.cards div { background:var(--card); border-radius:9px; padding:9px 12px; } .cards b { display:block; font-size:1.1rem; } .cards span { color:var(--soft); font-size:.82rem; }
-svg { display:block; width:100%; height:auto; } text { fill:var(--ink); font-size:12px; } .small { font-size:10.5px; fill:var(--soft); }
-.flow svg { min-width:820px; } .flow { overflow-x:auto; } .stages { display:none; } .stages div { background:var(--card); border-radius:8px; padding:5px 12px; }
-.stages p { margin:3px 12px; font-size:.84rem; color:var(--soft); } .stages div span { color:var(--soft); font-size:.84rem; margin-left:.6rem; }
-.box { fill:var(--card); stroke:var(--line); stroke-width:1.5; rx:9px; } .pipe { stroke:var(--line); stroke-width:2; fill:none; }
-.slot { fill:var(--grid); rx:2px; } .fill { fill:var(--engine); rx:2px; } .hot { fill:var(--warm); }
-.plots { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr)); gap:18px 24px; }
-.plots figure { margin:0; min-width:0; } .plot { min-width:0; margin-top:4px; } .plot .u-cursor-x { border-color:var(--soft); }
-.plot .tip { position:absolute; z-index:1; pointer-events:none; white-space:pre; padding:3px 8px; font-size:12px; border:1px solid var(--line); border-radius:6px; background:var(--paper); color:var(--ink); }
-.plots h3 { font-size:.9rem; margin:0; } .plots h3 span { font-weight:400; color:var(--soft); }
-.sample { background:var(--card); border-radius:9px; padding:10px 13px; margin-bottom:10px; overflow-wrap:anywhere; }
-.sample header { display:flex; flex-wrap:wrap; gap:.2rem 1rem; font-size:.84rem; color:var(--soft); } .sample header b { color:var(--ink); }
-#filter { display:flex; flex-wrap:wrap; gap:6px 12px; margin-bottom:10px; font-size:.86rem; } #filter label { color:var(--soft); }
-input, select, button { font:inherit; color:var(--ink); background:var(--card); border:1px solid var(--line); border-radius:6px; padding:2px 7px; max-width:100%; }
-input[type=number] { width:5.5rem; } input[type=search] { width:19rem; } button:disabled { color:var(--soft); } .failed { border-left:4px solid var(--bad); }
-.sample dl { display:grid; grid-template-columns:auto 1fr; gap:0 10px; margin:5px 0 0; font-size:.84rem; } .sample dt { color:var(--soft); }
-.sample dd { margin:0; white-space:pre-wrap; max-height:9rem; overflow:auto; }
-.trouble { border-left:4px solid var(--bad); background:var(--card); border-radius:6px; padding:6px 12px; margin:8px 0; overflow-wrap:anywhere; font-size:.9rem; }
-.trouble.over { border-color:var(--line); color:var(--soft); }
-.text { white-space:pre-wrap; font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; margin-top:5px; }
-.text .prompt { color:var(--soft); } .token { border-radius:3px; padding:1px 0; box-shadow:inset 0 0 0 .5px rgba(127,127,127,.35); }
-.wait { display:grid; grid-template-columns:minmax(200px,1fr) 2fr 3.5rem; gap:10px; align-items:center; font-size:.86rem; }
-.wait i { background:var(--grid); border-radius:3px; height:8px; overflow:hidden; } .wait b { display:block; height:100%; background:var(--warm); } .wait span:last-child { text-align:right; }
-.step { border-radius:3px; padding:0 4px; margin:0 3px; font-size:11px; color:var(--ink); border:1px solid var(--line); }
-.key { display:inline-block; border-radius:3px; padding:0 5px; margin-right:5px; }
-.idle b { background:var(--soft); } summary { cursor:pointer; margin-top:.5rem; }
-@media (max-width:700px) { body { padding:14px 12px 40px; } .flow { display:none; } .stages { display:block; } .wait { grid-template-columns:1fr 3.5rem; margin-bottom:7px; }
-  .wait i { grid-row:2; grid-column:1 / 3; } .cards { grid-template-columns:repeat(2,minmax(0,1fr)); } .cards div { overflow-wrap:anywhere; } }
-</style>
-</head>
-<body>
-<header><h1 id="name">…</h1><div id="progress" class="soft">waiting for the run's journal</div><div id="lost"></div></header>
-<div id="bar"><div></div></div>
-<section class="cards" id="cards"></section>
-<section id="troubles" role="status"></section>
-<h2>Pipeline</h2><section class="flow"><svg id="flow" viewBox="0 0 1160 250" role="img" aria-label="The pipeline: stages, queues, engines, scorers, trainer"></svg></section><section class="stages" id="stages"></section>
-<h2>Who waits for whom</h2><section id="waits" class="soft"></section>
-<h2>Curves</h2><section class="plots" id="plots"></section>
-<h2>Engines</h2><section class="cards" id="engines"></section>
-<h2>Samples <span class="soft" id="samples-note"></span></h2>
-<form id="filter" autocomplete="off">
-  <label>ended <select name="status"><option value="">in any way</option></select></label>
-  <label>reward from <input name="min_reward" type="number" step="any"></label><label>to <input name="max_reward" type="number" step="any"></label>
-  <label>step from <input name="from_step" type="number" min="0"></label><label>to <input name="to_step" type="number" min="0"></label>
-  <label>text <input name="text" type="search" maxlength="200" placeholder="in prompt, completion, answer, error"></label>
-  <button type="reset">all</button>
-</form>
-<section id="samples"></section>
-<nav id="pages"><button id="newer">newer</button> <span class="soft" id="place"></span> <button id="older">older</button></nav>
-<script nonce="NONCE">PLOT_SCRIPTS</script>
-<script nonce="NONCE">
+// The live page: asks for the run's state once a second, and draws it.
 "use strict";
 const SVG = "http://www.w3.org/2000/svg", $ = id => document.getElementById(id);
 const PLOTS = [
@@ -395,6 +327,3 @@ async function look() {
   }
 }
 look();
-</script>
-</body>
-</html>
