@@ -16,7 +16,7 @@ from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import RewardSection
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Float32, ScoredTrajectory
-from pipelinerl.rewards.calls import component_names
+from pipelinerl.rewards.calls import reward_weights
 
 
 class MethodAdvantages:
@@ -40,8 +40,7 @@ class MethodAdvantages:
         self._remember = remember
         rule = method.advantage
         self._baselines = RoleBaselines(decay=float(rule.options["decay"] or 0.0), state=baselines) if rule.name == "rae" else None
-        names = component_names([reward.function for reward in rewards])
-        self._weights = {name: reward.weight for name, reward in zip(names, rewards, strict=True)}
+        self._weights = reward_weights(rewards)
         self._correct_reward = correct_reward
         self._leaves_to_trainer = makes_advantages_in_trainer(method)
 

@@ -35,7 +35,7 @@ from pipelinerl.config import Config
 from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.calls import component_names
+from pipelinerl.rewards.calls import reward_weights
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.base import Hub
@@ -125,8 +125,7 @@ class Parts:
         )
         scorers.on(FunctionFailed, lambda _, failed: self.function_errors.take(failed))
         self.watch.explain(lambda: self.function_errors.words() or None)
-        names = component_names([reward.function for reward in config.reward])
-        weights = {name: reward.weight for name, reward in zip(names, config.reward, strict=True)}
+        weights = reward_weights(config.reward)
         self.scorers = Scorers(
             scorers,
             expected=NUM_SCORERS,

@@ -119,7 +119,7 @@ def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
         except ConfigError as error:
             problems.append(fail("environment.function", str(error)))
             return
-        yield _Function(what=f"environment {function}", arguments=lambda task: environment.arguments(task, turns=[""], replies=[]))
+        yield _Function(what=f"environment {function}", arguments=lambda task: environment.arguments(task, decode=lambda token_ids: ""))
 
 
 def _advantage(method: Method) -> Iterator[Finding]:

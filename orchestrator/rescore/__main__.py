@@ -41,7 +41,7 @@ from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, decoder, load_to
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.messages import Finish, Group, Outcome, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
-from pipelinerl.rewards.calls import component_names
+from pipelinerl.rewards.calls import reward_weights
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -87,8 +87,7 @@ class Rescoring:
         journal = open_ones.enter_context(contextlib.closing(Journal(folder, "scorer-0")))
         self._scorers = open_ones.enter_context(Scorers(config, journal))
         self._open = open_ones
-        names = component_names([reward.function for reward in config.reward])
-        self._weights = {name: reward.weight for name, reward in zip(names, config.reward, strict=True)}
+        self._weights = reward_weights(config.reward)
 
     def rows(self, arguments: argparse.Namespace) -> Iterator[RescoredRow]:
         """Yield rows to try, one after the other."""

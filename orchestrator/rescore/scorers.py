@@ -47,11 +47,7 @@ class Scorers:
         self._reports: dict[str, CallReport] = {}
         """By rollout, of its newest task."""
         self._pools = RewardPools(
-            config.reward,
-            config.scorer,
-            environment=config.environment,
-            model_path=str(config.model.path),
-            max_tokens=config.rollout.max_tokens,
+            config,
             journal=journal,
             name="scorer-0",
             stats=FunctionStats(on_call=self._took),

@@ -1,4 +1,4 @@
-"""Chooses the arguments that a user's function, a reward or an environment, is passed by name: those that its parameters accept."""
+"""How a user's function, a reward or an environment, is called: by name, with the arguments that its parameters accept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import Int32, Turns
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class WrongReturn(Exception):
+    """A user's function returned something that it must not; the message says what."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+from pipelinerl.config import RewardSection
 from pipelinerl.messages import Message, Observation, Outcome, ScorerTask
 from pipelinerl.runtime.function_errors import FunctionError
 
@@ -42,6 +43,12 @@ def component_names(references: Sequence[str]) -> tuple[str, ...]:
     short = [reference.rpartition(":")[2] for reference in references]
     counts = collections.Counter(short)
     return tuple(reference if counts[name] > 1 else name for name, reference in zip(short, references, strict=True))
+
+
+def reward_weights(rewards: Sequence[RewardSection]) -> dict[str, float]:
+    """Return the weight of each reward function by its name in `Score.components`."""
+    names = component_names([reward.function for reward in rewards])
+    return {name: reward.weight for name, reward in zip(names, rewards, strict=True)}
 
 
 class Setup(Message, frozen=True):
@@ -92,10 +99,8 @@ class Refused(Message, frozen=True):
 class Loaded(Message, frozen=True):
     """A worker has loaded every function."""
 
-    names: tuple[str, ...]
-    """Names of the functions, in order."""
-    places: tuple[str, ...] = ()
-    """`file:line` at which each function begins."""
+    places: dict[str, str]
+    """`file:line` at which each function begins, by its name."""
 
 
 class Call(Message, frozen=True):
@@ -124,7 +129,7 @@ class Skipped(Message, frozen=True):
 
 
 class CallResult(Message, frozen=True):
-    """The result of one call."""
+    """The result of one call, made by the worker, or by the scorer where the worker was lost over it."""
 
     call_id: int
     outcome: Outcome
@@ -141,7 +146,7 @@ class CallResult(Message, frozen=True):
     failed: str = ""
     """The function that failed; empty where `outcome` is `OK`."""
     failure: FunctionError | None = None
-    """Cause and place of the failure; None where `outcome` is `OK`."""
+    """Cause and place of the failure; None where `outcome` is `OK`, and where the worker was lost: its stack comes with `Ended`."""
 
 
 ToForkServer = Setup | Spawn | Kill

@@ -1,4 +1,4 @@
-"""Finds reward functions, derives from their parameters how they are called, and checks what they return.
+"""Finds reward functions, derives from their parameters how they are called, and reads what they return; `runner` calls them.
 
 | shape | marked by | called as | returns |
 | --- | --- | --- | --- |
@@ -29,28 +29,22 @@ once, when it is loaded. `trl.rewards:get_soft_overlong_punishment` is one.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import enum
-import inspect
 import math
 import numbers
 import re
 import reprlib
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Outcome, ScorerTask
-from pipelinerl.rewards.arguments import Parameters, by_turns, parameters_of
-from pipelinerl.rewards.calls import Call, CallResult, Component
+from pipelinerl.messages import ScorerTask
+from pipelinerl.rewards.arguments import Parameters, WrongReturn, by_turns, parameters_of
+from pipelinerl.rewards.calls import Component
 from pipelinerl.rewards.functions.rubric import adapt_rubric, is_rubric
-from pipelinerl.runtime.function_errors import FunctionError, error_of, place_of
+from pipelinerl.runtime.function_errors import error_of
 from pipelinerl.runtime.plugin import load_plugin
-
-ERROR_CHARACTERS = 2000
-"""Maximum length of an error text in a message. A larger one would let one exception with a huge message fill the journal."""
 
 
 class Shape(enum.StrEnum):
@@ -75,10 +69,6 @@ _MARKS = {
     "solution_strs": Shape.VERL_BATCH,
 }
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-class NotANumber(Exception):
-    """A reward function returned something that is no finite number; the message says what."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,94 +169,19 @@ def _made_by(function: Callable[..., Any], parameters: Parameters, reference: st
     return made if callable(made) or is_rubric(made) else None
 
 
-class RewardRunner:
-    """Runs the reward functions of a pool on one call after the other, in the process that calls it."""
-
-    def __init__(
-        self, rewards: Sequence[Reward], *, decode: Callable[[list[int]], str], max_tokens: int, entering: Callable[[str], None]
-    ) -> None:
-        self._rewards = rewards
-        self._decode = decode
-        self._max_tokens = max_tokens
-        self._entering = entering
-        """It is called with the name of every function but the first before that function runs."""
-        self._runner = asyncio.Runner()
-        """It makes its event loop when the first asynchronous function is called."""
-
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The pool's functions, in order."""
-        return tuple(reward.function for reward in self._rewards)
-
-    def close(self) -> None:
-        """Close the event loop on which asynchronous functions ran."""
-        self._runner.close()
-
-    def run(self, call: Call) -> CallResult:
-        """Run the functions in order; the first one that fails ends the call. Never raises."""
-        started_at, begin = time.time(), time.perf_counter()
-        components: tuple[dict[str, float], ...] = tuple({} for _ in call.task.completions)
-        durations_s: dict[str, float] = {}
-        outcome, error, failure = self._run(call, components, durations_s)
-        is_ok = outcome is Outcome.OK
-        return CallResult(
-            call_id=call.call_id,
-            outcome=outcome,
-            components=components if is_ok else (),
-            error=error[:ERROR_CHARACTERS],
-            failed="" if is_ok else next(reversed(durations_s), self._rewards[0].name),
-            failure=failure,
-            started_at=started_at,
-            duration_s=time.perf_counter() - begin,
-            durations_s=durations_s,
-        )
-
-    def _run(
-        self, call: Call, components: tuple[dict[str, float], ...], durations_s: dict[str, float]
-    ) -> tuple[Outcome, str, FunctionError | None]:
-        name, function = "decoding the tokens", None
-        try:
-            completions = [self._decode(token_ids.tolist()) for token_ids in call.task.completions]
-            for index, reward in enumerate(self._rewards):
-                name, function = reward.name, reward.function
-                durations_s[name] = 0.0
-                if index:
-                    self._entering(name)
-                begin = time.perf_counter()
-                try:
-                    arguments = reward.arguments(call.task, completions=completions, max_tokens=self._max_tokens, decode=self._decode)
-                    values = self._call(reward, arguments, num_completions=len(completions))
-                finally:
-                    durations_s[name] = time.perf_counter() - begin
-                for found, value in zip(components, values, strict=True):
-                    if value is not None:
-                        found[name] = value
-        except NotANumber as error:
-            return Outcome.INVALID, f"{name} {error}", FunctionError(cause=str(error), where=place_of(function))
-        except BaseException as error:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
-            return Outcome.ERROR, f"{name} raised {describe(error)}", error_of(error, function=function)
-        return Outcome.OK, "", None
-
-    def _call(self, reward: Reward, arguments: dict[str, Any], *, num_completions: int) -> list[float | None]:
-        returned = reward.function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = self._runner.run(wait_for_value(returned))
-        return read_values(returned, shape=reward.shape, num_completions=num_completions)
-
-
 def read_values(returned: Any, *, shape: Shape, num_completions: int) -> list[float | None]:
     """Return the numbers that a function returned, one for each completion; None where a TRL function says that it does not apply.
 
-    Raises `NotANumber` where the function returned anything else.
+    Raises `WrongReturn` where the function returned anything else.
     """
     if shape not in _LISTS:
         return [_number(returned["score"] if _is_verl_dict(returned, shape) else returned, returned=returned)]
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
         wanted = "one number" if num_completions == 1 else f"{num_completions} numbers"
-        raise NotANumber(f"returned {reprlib.repr(returned)}, expected a list of {wanted}")
+        raise WrongReturn(f"returned {reprlib.repr(returned)}, expected a list of {wanted}")
     if len(returned) != num_completions:
         plural = "" if num_completions == 1 else "s"
-        raise NotANumber(f"returned {len(returned)} values for {num_completions} completion{plural}: {reprlib.repr(returned)}")
+        raise WrongReturn(f"returned {len(returned)} values for {num_completions} completion{plural}: {reprlib.repr(returned)}")
     if shape is Shape.VERL_BATCH:
         return [_number(value["score"] if _is_verl_dict(value, Shape.VERL) else value, returned=returned) for value in returned]
     return [None if value is None else _number(value, returned=returned) for value in returned]
@@ -280,23 +195,14 @@ def _number(value: Any, *, returned: Any) -> float:
     if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()  # a numpy or torch scalar
     if not isinstance(value, numbers.Real):
-        raise NotANumber(f"returned {reprlib.repr(returned)}, expected a finite number")
+        raise WrongReturn(f"returned {reprlib.repr(returned)}, expected a finite number")
     try:
         number = float(value)
     except OverflowError:
-        raise NotANumber(f"returned {reprlib.repr(returned)}, which no float holds") from None
+        raise WrongReturn(f"returned {reprlib.repr(returned)}, which no float holds") from None
     if not math.isfinite(number):
-        raise NotANumber(f"returned {number}, expected a finite number")
+        raise WrongReturn(f"returned {number}, expected a finite number")
     return number
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception's type and message, also where its `__str__` fails."""
-    try:
-        text = str(error)
-    except Exception as broken:  # an exception of a user's own class may not even be printable
-        text = f"(message unavailable: its __str__ raised {type(broken).__name__})"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _as_chat(text: str, task: ScorerTask) -> str | list[dict[str, str]]:
@@ -315,8 +221,3 @@ def _question(task: ScorerTask) -> str:
 def _verl_truth(columns: Mapping[str, Any]) -> dict[str, Any]:
     nested = columns.get("reward_model")
     return {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) and "ground_truth" in nested else {}
-
-
-async def wait_for_value(awaitable: Awaitable[Any]) -> Any:
-    """Wait for the value that an asynchronous function returns."""
-    return await awaitable

@@ -39,15 +39,7 @@ class Server:
         self._num_scored = 0
         self._is_stopped = False
         self._next_load_at = time.monotonic()
-        self._pools = RewardPools(
-            config.reward,
-            config.scorer,
-            environment=config.environment,
-            model_path=str(config.model.path),
-            max_tokens=config.rollout.max_tokens,
-            journal=journal,
-            name=f"scorer-{scorer_id}",
-        )
+        self._pools = RewardPools(config, journal=journal, name=f"scorer-{scorer_id}")
 
     def run(self) -> None:
         """Serve until `Stop`. An error is reported to the orchestrator before it ends this process, except `PeerGone`, the loss of the fork

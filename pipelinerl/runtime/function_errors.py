@@ -26,7 +26,9 @@ CAUSE_CHARACTERS = 500
 TRACEBACK_CHARACTERS = 8000
 """Longest traceback that travels: its end, where the error is. Longer would let one deep recursion fill the journal."""
 _OURS = Path(__file__).parents[2]
-_CALLERS = tuple(str(_OURS / "pipelinerl" / path) for path in ("rewards/pool/worker.py", "rewards/reward.py", "rewards/environment.py"))
+_CALLERS = tuple(
+    str(_OURS / "pipelinerl" / "rewards" / path) for path in ("pool/worker.py", "runner.py", "reward.py", "environment.py", "arguments.py")
+)
 """Frames of these files are how a function is called, and say nothing of its error."""
 _STACK_LINE = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<name>.*)$', re.MULTILINE)
 
@@ -91,11 +93,16 @@ _LAUNCH_FOLDER = Path.cwd()
 """A reward worker changes its folder later; the user's paths are relative to this one."""
 
 
-def _cause_of(raised: BaseException) -> str:
+def message_of(raised: BaseException) -> str:
+    """Return an exception's message, also where its `__str__` fails."""
     try:
-        text = str(raised)
+        return str(raised)
     except Exception as broken:  # an exception of a user's own class may not even be printable
-        text = f"(message unavailable: its __str__ raised {type(broken).__name__})"
+        return f"(message unavailable: its __str__ raised {type(broken).__name__})"
+
+
+def _cause_of(raised: BaseException) -> str:
+    text = message_of(raised)
     return f"{type(raised).__name__}({json.dumps(text, ensure_ascii=False)})" if text else f"{type(raised).__name__}()"
 
 
@@ -115,13 +122,8 @@ def _where(frames: Sequence[tuple[str, int]], *, only_theirs: bool = False) -> s
     first = next((index for index, (path, _) in enumerate(frames) if path not in _CALLERS and not _is_pythons(path)), len(frames))
     called = [frame for frame in frames[first:] if frame[0] not in _CALLERS]
     theirs = [frame for frame in called if not _is_library(frame[0])]
-    chosen = theirs or ([] if only_theirs else [frame for frame in called if not _is_arguments(frame[0])])
+    chosen = theirs or ([] if only_theirs else called)
     return f"{shown_path(chosen[-1][0])}:{chosen[-1][1]}" if chosen else ""
-
-
-def _is_arguments(path: str) -> bool:
-    """Choosing what to pass raises before anything of the function ran."""
-    return path == str(_OURS / "pipelinerl" / "rewards" / "pool" / "arguments.py")
 
 
 def _is_library(path: str) -> bool:

@@ -85,7 +85,7 @@ def test_a_rule_over_the_step_sees_every_group_as_if_they_were_one_table() -> No
 
 
 def test_components_of_one_name_from_two_files_are_told_apart_as_the_scorer_does() -> None:
-    """The scorer names them by their whole reference then; see `scorer.calls.component_names`."""
+    """The scorer names them by their whole reference then; see `rewards.calls.component_names`."""
     rewards = (
         weighed("a.py:right", 1.0),
         weighed("b.py:right", 2.0),

@@ -102,7 +102,7 @@ def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder:
     _, channel = sandbox.spawn(0)
     with channel:
         channel.setblocking(True)
-        loaded = Loaded(names=("exact_match",), places=(place_of(exact_match),))
+        loaded = Loaded(places={"exact_match": place_of(exact_match)})
         assert Frames(channel).receive() == [frame(loaded)[4:]]
         processes = [process_id for process_id in descendants_of(os.getpid()) if process_id not in others]
         assert len(processes) >= 2  # the fork server and the worker

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.data.tokenizer import Codec
 from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.calls import Call
-from pipelinerl.rewards.reward import RewardRunner, inspect_reward
+from pipelinerl.rewards.reward import inspect_reward
+from pipelinerl.rewards.runner import Runner
 
 CHAT = ({"role": "user", "content": "What is a third?"},)
 
@@ -38,9 +40,8 @@ def score(
         turns=(None,),
     )
     reward = inspect_reward(function, reference="file.py:f", options=options)
-    with contextlib.closing(
-        RewardRunner([reward], decode=lambda ids: "".join(map(chr, ids)), max_tokens=100, entering=lambda name: None)
-    ) as one:
+    codec = Codec(decode=lambda ids: "".join(map(chr, ids)), encode=lambda text: list(map(ord, text)))
+    with contextlib.closing(Runner([reward], codec=codec, max_tokens=100, entering=lambda name: None)) as one:
         result = one.run(Call(call_id=0, task=task))
     assert result.outcome is Outcome.OK, result.error
     return result.components[0]

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.calls import Call, CallResult
-from pipelinerl.rewards.reward import ERROR_CHARACTERS, Reward, RewardRunner, Shape, inspect_reward, read_values
+from pipelinerl.rewards.reward import Reward, Shape, inspect_reward, read_values
+from pipelinerl.rewards.runner import ERROR_CHARACTERS, Runner
+from pipelinerl.runtime.function_errors import place_of
 
 COLUMNS: dict[str, Any] = {"answer": "42", "level": 3}
 
@@ -33,9 +36,10 @@ def values(result: CallResult) -> dict[str, float]:
     return components
 
 
-def scoring(*rewards: Reward, entered: list[str] | None = None) -> RewardRunner:
+def scoring(*rewards: Reward, entered: list[str] | None = None) -> Runner:
     entering = entered.append if entered is not None else lambda name: None
-    return RewardRunner(rewards, decode=lambda token_ids: "".join(map(chr, token_ids)), max_tokens=100, entering=entering)
+    codec = Codec(decode=lambda token_ids: "".join(map(chr, token_ids)), encode=lambda text: list(map(ord, text)))
+    return Runner(rewards, codec=codec, max_tokens=100, entering=entering)
 
 
 def make_call(columns: dict[str, Any] = COLUMNS, *, chat: tuple[dict[str, Any], ...] = (), completions: tuple[str, ...] = ("abc",)) -> Call:
@@ -229,6 +233,8 @@ def test_missing_column_is_an_error_that_names_it_and_those_there_are() -> None:
     result = run(reward)
     assert (result.outcome, result.components, result.failed) == (Outcome.ERROR, (), "f0")
     assert result.error == "f0 raised DataError: needs solution, but the row has only the columns answer, level"
+    assert result.failure is not None
+    assert (result.failed, result.failure.where) == ("f0", place_of(reward)), "nothing of the function ran"
 
 
 def test_async_function_runs_on_one_event_loop_for_all_calls() -> None:

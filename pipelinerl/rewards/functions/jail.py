@@ -237,9 +237,9 @@ def _become_program(call: dict[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     os.nice(5)  # so that the supervisor gets to run beside it
     for name, value in call["limits"].items():
-        _lower(getattr(resource, name), value)
+        lower_limit(getattr(resource, name), value)
     if _kernel() >= FIRST_KERNEL_WITH_LIMITS_PER_NAMESPACE:
-        _lower(resource.RLIMIT_NPROC, call["max_processes"])
+        lower_limit(resource.RLIMIT_NPROC, call["max_processes"])
     os.chdir("/work")
     if os.geteuid() == 0:
         os.setgroups([])
@@ -249,7 +249,8 @@ def _become_program(call: dict[str, Any]) -> None:
     os.execve(call["command"][0], call["command"], call["environment"])
 
 
-def _lower(limit: int, value: int) -> None:
+def lower_limit(limit: int, value: int) -> None:
+    """Lower a limit of this process (`resource.RLIMIT_...`) for good, to `value` or to where it may be raised at most."""
     _, hard = resource.getrlimit(limit)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))

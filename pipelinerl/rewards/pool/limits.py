@@ -1,19 +1,43 @@
 """Decides when the next call of a function may begin: a rate limit, and a circuit breaker for a service that fails. No clock.
 
-The breaker opens after `FAILURES_TO_OPEN` failures in a row. Calls then wait; after a pause one of them is made as a probe (half-open). If
-the probe succeeds the breaker closes; if it fails the pause doubles. So a judge that is down for minutes makes requests wait, which slows
-admission, and only a handful of them fail; nothing is scored 0.0, and the judge is not flooded when it comes back.
+Times are seconds on one clock of the caller's choice.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 FAILURES_TO_OPEN = 5
 """A smaller number opens on chance failures; a larger one sends that many calls to a service that is down."""
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 """A longer pause leaves a service unused for that long after it is back."""
+
+
+class Limit(Protocol):
+    """A bound on the calls of one pool."""
+
+    @property
+    def opens_at(self) -> float:
+        """The earliest time at which the next call may begin."""
+        ...
+
+    def began(self, now: float) -> None:
+        """Record that a call begins now."""
+        ...
+
+
+class RateLimit:
+    """Spaces the beginnings of calls evenly; time in which none began is not saved up."""
+
+    def __init__(self, per_s: float) -> None:
+        self.opens_at = float("-inf")
+        self._spacing_s = 1.0 / per_s
+
+    def began(self, now: float) -> None:
+        """See `Limit`."""
+        self.opens_at = max(now, self.opens_at) + self._spacing_s
 
 
 class BreakerState(enum.StrEnum):
@@ -27,50 +51,40 @@ class BreakerState(enum.StrEnum):
     """One call was made to see whether it succeeds."""
 
 
-class RateLimiter:
-    """The limits of one pool. Times are seconds on one clock of the caller's choice."""
+class CircuitBreaker:
+    """Opens after `FAILURES_TO_OPEN` failures in a row.
 
-    def __init__(self, *, per_s: float | None = None, has_breaker: bool = False) -> None:
-        self.breaker = BreakerState.CLOSED
-        self._spacing_s = 0.0 if per_s is None else 1.0 / per_s
-        self._has_breaker = has_breaker
-        self._next_at = float("-inf")
-        """Time at which the rate allows the next call."""
+    Calls then wait; after a pause one of them is made as a probe (half-open). If the probe succeeds the breaker closes; if it fails the
+    pause doubles. So a judge that is down for minutes makes requests wait, which slows admission, and only a handful of them fail; nothing
+    is scored 0.0, and the judge is not flooded when it comes back.
+    """
+
+    def __init__(self) -> None:
+        self.state = BreakerState.CLOSED
         self._open_until = float("-inf")
         self._pause_s = FIRST_PAUSE_S
         self._num_failures = 0
         """Number of failures in a row."""
 
     @property
-    def is_limited(self) -> bool:
-        """True where calls must not be handed out before they may begin."""
-        return self._spacing_s > 0.0 or self._has_breaker
-
     def opens_at(self) -> float:
-        """Return the earliest time at which the next call may begin."""
-        return self._next_at if self.breaker is BreakerState.CLOSED else max(self._next_at, self._open_until)
+        """See `Limit`."""
+        return float("-inf") if self.state is BreakerState.CLOSED else self._open_until
 
     def began(self, now: float) -> None:
-        """Record that a call begins now."""
-        self._next_at = max(now, self._next_at) + self._spacing_s if self._spacing_s else self._next_at
-        if self.breaker is not BreakerState.CLOSED:
-            self.breaker = BreakerState.HALF_OPEN
-            self._open_until = now + self._pause_s  # a probe that never ends does not keep the limiter shut
+        """See `Limit`."""
+        if self.state is not BreakerState.CLOSED:
+            self.state = BreakerState.HALF_OPEN
+            self._open_until = now + self._pause_s  # a probe that never ends does not keep the breaker open
 
     def ended(self, now: float, *, is_failure: bool) -> None:
         """Record that a call ended: with success, or with a timeout or an error."""
-        if not self._has_breaker:
-            return
         if not is_failure:
-            self.breaker, self._num_failures, self._pause_s = BreakerState.CLOSED, 0, FIRST_PAUSE_S
-        elif self.breaker is BreakerState.CLOSED:
-            self._num_failures += 1
-            if self._num_failures >= FAILURES_TO_OPEN:
-                self._open(now)
-        elif self.breaker is BreakerState.HALF_OPEN:
+            self.state, self._num_failures, self._pause_s = BreakerState.CLOSED, 0, FIRST_PAUSE_S
+            return
+        self._num_failures += 1
+        if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-            self._open(now)
-
-    def _open(self, now: float) -> None:
-        self.breaker = BreakerState.OPEN
-        self._open_until = now + self._pause_s
+        elif self.state is BreakerState.OPEN or self._num_failures < FAILURES_TO_OPEN:
+            return  # a call that began before the breaker opened does not lengthen the pause
+        self.state, self._open_until = BreakerState.OPEN, now + self._pause_s

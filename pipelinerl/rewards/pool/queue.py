@@ -7,8 +7,9 @@ handed out once more, at the front of the queue, and only to a slot that has not
 is handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, so that they need not wait for its
 deadline.
 
-A function with a rate or retries has a limiter: none of its calls is handed over ahead of time, and each begins when the limiter opens. A
-try that failed is repeated up to `retries` times, after a pause that doubles; it remains one request and gets one answer.
+A function with a rate or retries has limits: none of its calls is handed over ahead of time, and each begins when rate limit and circuit
+breaker allow it. A try that failed is repeated up to `retries` times, after a pause that doubles; it remains one request and gets one
+answer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import heapq
 import itertools
 
 from pipelinerl.messages import Request
-from pipelinerl.rewards.pool.limits import RateLimiter
+from pipelinerl.rewards.pool.limits import BreakerState, CircuitBreaker, Limit, RateLimit
 
 AHEAD_S = 0.005
 """Seconds of work handed to a slot ahead of time. A smaller value lets fast functions wait for messages; a larger one lets calls queue
@@ -72,9 +73,11 @@ class _Slot:
 class Queue:
     """The requests that wait and run. Times are seconds on one clock of the caller's choice."""
 
-    def __init__(self, *, num_slots: int, deadline_s: float, limiter: RateLimiter | None = None, retries: int = 0) -> None:
+    def __init__(self, *, num_slots: int, deadline_s: float, per_s: float | None = None, retries: int = 0) -> None:
         self.deadline_s = deadline_s
-        self.limiter = limiter or RateLimiter()
+        self._breaker = CircuitBreaker() if retries else None
+        self._limits: list[Limit] = [] if per_s is None else [RateLimit(per_s)]
+        self._limits += [] if self._breaker is None else [self._breaker]
         self._retries = retries
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: collections.deque[Ticket] = collections.deque()
@@ -83,6 +86,11 @@ class Queue:
         self._wanted: dict[int, Ticket] = {}
         self._next_id = 0
         self._mean_s: float | None = None
+
+    @property
+    def breaker(self) -> BreakerState:
+        """State of the circuit breaker; closed where there is none."""
+        return BreakerState.CLOSED if self._breaker is None else self._breaker.state
 
     @property
     def num_running(self) -> int:
@@ -132,7 +140,7 @@ class Queue:
             if ticket.is_done:
                 self._waiting.popleft()
                 continue
-            if now < self.limiter.opens_at():
+            if now < self._opens_at():
                 break
             index = min(slots, key=lambda index: len(self._slots[index].held))
             slot = self._slots[index]
@@ -141,7 +149,8 @@ class Queue:
             if not slot.held:
                 slot.began_at = now
             ticket.slot = index
-            self.limiter.began(now)
+            for limit in self._limits:
+                limit.began(now)
             slot.held.append(self._waiting.popleft())
             handed.setdefault(index, []).append(ticket)
         return handed
@@ -161,9 +170,11 @@ class Queue:
         self._mean_s = duration_s if self._mean_s is None else (1 - _MEMORY) * self._mean_s + _MEMORY * duration_s
         return self._finish(ticket)
 
-    def try_again(self, ticket: Ticket, now: float) -> bool:
-        """Queue another try of a ticket that the caller got as finished and that failed. Return False where it has had all its tries."""
-        if ticket.num_tries >= self._retries:
+    def ended(self, ticket: Ticket, now: float, *, is_failure: bool) -> bool:
+        """Record how a ticket ended that the caller got as finished. Return true where it failed and is queued for another try."""
+        if self._breaker is not None:
+            self._breaker.ended(now, is_failure=is_failure)
+        if not is_failure or ticket.num_tries >= self._retries:
             return False
         due = now + RETRY_AFTER_S * 2**ticket.num_tries
         ticket.num_tries += 1
@@ -207,14 +218,17 @@ class Queue:
             slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail else self.deadline_s) for slot in self._slots if slot.held
         ]
         if any(slot.is_ready and not slot.held for slot in self._slots):
-            if self._waiting and self.limiter.is_limited:
-                times.append(self.limiter.opens_at())
+            if self._waiting and self._limits:
+                times.append(self._opens_at())
             if self._later:
                 times.append(self._later[0][0])
         return min(times, default=None)
 
+    def _opens_at(self) -> float:
+        return max((limit.opens_at for limit in self._limits), default=float("-inf"))
+
     def _num_ahead(self) -> int:
-        return 0 if self._mean_s is None or self.limiter.is_limited else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
+        return 0 if self._mean_s is None or self._limits else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
 
     def _behind(self, slot: int) -> list[Ticket]:
         """Return the tickets queued in a slot behind its first one that were not taken back."""

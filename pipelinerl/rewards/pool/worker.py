@@ -23,8 +23,8 @@ from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.rewards.calls import Call, Calling, CallResult, Component, Loaded, Refused, Skipped, ToWorker, Withdraw
-from pipelinerl.rewards.environment import EnvironmentRunner, load_environment
-from pipelinerl.rewards.reward import RewardRunner, load_rewards
+from pipelinerl.rewards.functions.jail import lower_limit
+from pipelinerl.rewards.runner import Runner, load_functions
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import Decoder
 from pipelinerl.transport.stream import Frames, frame
@@ -48,41 +48,31 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
     """
     faulthandler.enable()
     limit_resources()
+
+    def send(message: Message) -> None:
+        channel.sendall(frame(message))
+
     try:
-        if components[0].is_environment:
-            functions = EnvironmentRunner(load_environment(components[0]), decode=codec.decode, encode=codec.encode)
-        else:
-            functions = RewardRunner(
-                load_rewards(components),
-                decode=codec.decode,
-                max_tokens=max_tokens,
-                entering=lambda name: channel.sendall(frame(Calling(name=name))),
-            )
+        functions = load_functions(components)
     except ConfigError as error:
-        channel.sendall(frame(Refused(error=str(error))))
+        send(Refused(error=str(error)))
         return
     os.chdir(folder)
-    with contextlib.closing(functions), open(folder / STACK_FILE, "w", buffering=1) as stack:
+    runner = Runner(functions, codec=codec, max_tokens=max_tokens, entering=lambda name: send(Calling(name=name)))
+    with contextlib.closing(runner), open(folder / STACK_FILE, "w", buffering=1) as stack:
         _tell_stacks(stack)
-        names = tuple(component.name for component in components)
-        channel.sendall(frame(Loaded(names=names, places=tuple(map(place_of, functions.functions)))))
-        _serve(_Inbox(channel), functions.run, channel)
+        send(Loaded(places={each.name: place_of(each.function) for each in functions}))
+        _serve(_Inbox(channel), runner.run, send)
 
 
 def limit_resources() -> None:
     """Forbid core files, bound address space and open files, and have this process killed first when memory runs out."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
-    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
+    lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-
-
-def _lower(limit: int, wanted: int) -> None:
-    _, hard = resource.getrlimit(limit)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(limit, (wanted, wanted))
 
 
 def _tell_stacks(stack: TextIO) -> None:
@@ -136,7 +126,7 @@ class _Inbox:
         return bodies is not None
 
 
-def _serve(inbox: _Inbox, run: Callable[[Call], CallResult], channel: socket.socket) -> None:
+def _serve(inbox: _Inbox, run: Callable[[Call], CallResult], send: Callable[[Message], None]) -> None:
     process_id = os.getpid()
     while inbox.read(may_wait=not inbox.calls):
         if not inbox.calls:
@@ -150,4 +140,4 @@ def _serve(inbox: _Inbox, run: Callable[[Call], CallResult], channel: socket.soc
             answer = run(call)
             if os.getpid() != process_id:
                 os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
-        channel.sendall(frame(answer))
+        send(answer)
