@@ -85,7 +85,7 @@ def grow(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str) -
         found += scorer.score(traces)
         late_s = time.perf_counter() - begin
         busy_s += late_s
-    found.sort(key=lambda one: (int(one.rollout_id), one.step))
+    found.sort(key=lambda one: (int(one.trace.rollout_id), one.step.index))
     return Figures(
         cost=scorer.cost,
         busy_s=busy_s,

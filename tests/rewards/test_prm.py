@@ -82,13 +82,13 @@ def by_definition(prompt: str = "sum?") -> list[float]:
 @pytest.mark.parametrize("prompt", ["p" * length for length in (0, 1, 2, 3, 4, 15, 16, 17)])
 def test_scores_are_those_of_each_prefix_whatever_the_chunks_and_wherever_blocks_end(size: int, prompt: str) -> None:
     scores, _ = stream(ByHand(), size=size, prompt=prompt)
-    assert [score.step for score in scores] == [0, 1, 2, 3]
+    assert [score.step.index for score in scores] == [0, 1, 2, 3]
     assert [score.score for score in scores] == pytest.approx(by_definition(prompt), rel=1e-5)
-    assert {(score.rollout_id, score.attempt, score.outcome, score.prm_version) for score in scores} == {("r", 1, Outcome.OK, "v1")}
+    assert {(score.trace.rollout_id, score.trace.attempt, score.outcome) for score in scores} == {("r", 1, Outcome.OK)}
 
 
 def test_steps_are_joined_to_the_policy_s_tokens_and_not_to_the_model_s() -> None:
-    assert [score.end for score in stream(ByHand(), size=1)[0]] == ENDS
+    assert [score.step.end for score in stream(ByHand(), size=1)[0]] == ENDS
 
 
 def test_trace_costs_about_one_prefill_with_the_cache_and_much_more_without() -> None:

@@ -63,7 +63,7 @@ def test_each_step_is_judged_after_those_before_it_and_joined_whichever_answer_c
     assert scorer.score([trace_in(scorer, "of no token")]) == []
     trace.feed([ord(character) for character in TEXT[9:]], is_last=True)
     found = scorer.score([trace])
-    assert [(one.step, one.end, one.outcome, one.score) for one in found] == [
+    assert [(one.step.index, one.step.end, one.outcome, one.score) for one in found] == [
         (0, 6, Outcome.OK, 0.1),
         (1, 14, Outcome.OK, 0.2),
         (2, 19, Outcome.OK, 0.3),

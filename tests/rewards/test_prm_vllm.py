@@ -59,7 +59,7 @@ def test_incremental_scores_equal_those_of_the_whole_trace_and_cost_about_one_pr
     growing, scorer, _ = scores_of(engine, size=7, version="growing")
     assert len(whole) == len(growing) == len(STEPS)
     assert {score.outcome for score in growing} == {Outcome.OK}
-    assert [score.end for score in growing] == [score.end for score in whole]
+    assert [score.step.end for score in growing] == [score.step.end for score in whole]
     assert [score.score for score in growing] == pytest.approx([score.score for score in whole], abs=1e-5)
     assert len({round(score.score or 0.0, 6) for score in whole}) > 5, "the scores do differ"
     assert once.cost.num_computed == num_tokens

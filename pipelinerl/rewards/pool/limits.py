@@ -6,7 +6,6 @@ Times are seconds on one clock of the caller's choice.
 from __future__ import annotations
 
 import enum
-from typing import Protocol
 
 FAILURES_TO_OPEN = 5
 """A smaller number opens on chance failures; a larger one sends that many calls to a service that is down."""
@@ -15,28 +14,16 @@ MAX_PAUSE_S = 30.0
 """A longer pause leaves a service unused for that long after it is back."""
 
 
-class Limit(Protocol):
-    """A bound on the calls of one pool."""
-
-    @property
-    def opens_at(self) -> float:
-        """The earliest time at which the next call may begin."""
-        ...
-
-    def began(self, now: float) -> None:
-        """Record that a call begins now."""
-        ...
-
-
 class RateLimit:
     """Spaces the beginnings of calls evenly; time in which none began is not saved up."""
 
     def __init__(self, per_s: float) -> None:
         self.opens_at = float("-inf")
+        """The earliest time at which the next call may begin."""
         self._spacing_s = 1.0 / per_s
 
     def began(self, now: float) -> None:
-        """See `Limit`."""
+        """Record that a call begins now."""
         self.opens_at = max(now, self.opens_at) + self._spacing_s
 
 
@@ -68,11 +55,11 @@ class CircuitBreaker:
 
     @property
     def opens_at(self) -> float:
-        """See `Limit`."""
+        """The earliest time at which the next call may begin."""
         return float("-inf") if self.state is BreakerState.CLOSED else self._open_until
 
     def began(self, now: float) -> None:
-        """See `Limit`."""
+        """Record that a call begins now."""
         if self.state is not BreakerState.CLOSED:
             self.state = BreakerState.HALF_OPEN
             self._open_until = now + self._pause_s  # a probe that never ends does not keep the breaker open

@@ -20,7 +20,7 @@ import heapq
 import itertools
 
 from pipelinerl.messages import Request
-from pipelinerl.rewards.pool.limits import BreakerState, CircuitBreaker, Limit, RateLimit
+from pipelinerl.rewards.pool.limits import BreakerState, CircuitBreaker, RateLimit
 
 AHEAD_S = 0.005
 """Seconds of work handed to a slot ahead of time. A smaller value lets fast functions wait for messages; a larger one lets calls queue
@@ -76,8 +76,7 @@ class Queue:
     def __init__(self, *, num_slots: int, deadline_s: float, per_s: float | None = None, retries: int = 0) -> None:
         self.deadline_s = deadline_s
         self._breaker = CircuitBreaker() if retries else None
-        self._limits: list[Limit] = [] if per_s is None else [RateLimit(per_s)]
-        self._limits += [] if self._breaker is None else [self._breaker]
+        self._limits = [limit for limit in (RateLimit(per_s) if per_s else None, self._breaker) if limit is not None]
         self._retries = retries
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: collections.deque[Ticket] = collections.deque()

@@ -62,7 +62,7 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
     with contextlib.closing(runner), open(folder / STACK_FILE, "w", buffering=1) as stack:
         _tell_stacks(stack)
         send(Loaded(places={each.name: place_of(each.function) for each in functions}))
-        _serve(_Inbox(channel), runner.run, send)
+        _serve(channel, runner.run, send)
 
 
 def limit_resources() -> None:
@@ -102,42 +102,32 @@ def _write_task(task: asyncio.Task[object], stack: TextIO) -> None:
     stack.write("\n".join(["Task (most recent call first):", *reversed(lines), ""]))
 
 
-class _Inbox:
-    """The calls that wait in this worker, and the numbers of those that were withdrawn."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self.calls: collections.deque[Call] = collections.deque()
-        self.withdrawn: set[int] = set()
-        self._frames = Frames(channel)
-        self._decoder: Decoder[Call | Withdraw] = Decoder(ToWorker)
-
-    def read(self, *, may_wait: bool) -> bool:
-        """Read what the scorer has sent; with `may_wait`, wait for something. Return False once the channel is closed."""
-        try:
-            bodies = self._frames.receive(0 if may_wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        for body in bodies or ():
-            message = self._decoder.decode(body)
-            if isinstance(message, Call):
-                self.calls.append(message)
-            else:
-                self.withdrawn.update(message.call_ids)
-        return bodies is not None
-
-
-def _serve(inbox: _Inbox, run: Callable[[Call], CallResult], send: Callable[[Message], None]) -> None:
+def _serve(channel: socket.socket, run: Callable[[Call], CallResult], send: Callable[[Message], None]) -> None:
+    """Answer one call after the other, until the scorer closes the channel."""
+    frames, decoder = Frames(channel), Decoder[Call | Withdraw](ToWorker)
+    calls: collections.deque[Call] = collections.deque()
+    withdrawn: set[int] = set()
     process_id = os.getpid()
-    while inbox.read(may_wait=not inbox.calls):
-        if not inbox.calls:
+    while True:
+        try:
+            bodies = frames.receive(socket.MSG_DONTWAIT if calls else 0)
+        except BlockingIOError:
+            bodies = []
+        if bodies is None:
+            return
+        for message in map(decoder.decode, bodies):
+            if isinstance(message, Call):
+                calls.append(message)
+            else:
+                withdrawn.update(message.call_ids)
+        if not calls:
             continue
-        call = inbox.calls.popleft()
-        answer: Message
-        if call.call_id in inbox.withdrawn:
-            inbox.withdrawn.discard(call.call_id)
-            answer = Skipped(call_id=call.call_id)
-        else:
-            answer = run(call)
-            if os.getpid() != process_id:
-                os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
-        send(answer)
+        call = calls.popleft()
+        if call.call_id in withdrawn:
+            withdrawn.discard(call.call_id)
+            send(Skipped(call_id=call.call_id))
+            continue
+        result = run(call)
+        if os.getpid() != process_id:
+            os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
+        send(result)

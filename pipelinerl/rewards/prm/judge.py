@@ -88,17 +88,6 @@ class JudgeScorer:
             except NoVerdict as failed:
                 error = str(failed)
             else:
-                return self._answer(trace, step, Outcome.OK, score=verdict.score), num_tries, verdict
-        return self._answer(trace, step, Outcome.ERROR, error=f"after {NUM_TRIES} tries: {error}"), NUM_TRIES, None
-
-    def _answer(self, trace: Trace, step: Step, outcome: Outcome, *, score: float | None = None, error: str = "") -> StepScore:
-        return StepScore(
-            rollout_id=trace.rollout_id,
-            attempt=trace.attempt,
-            step=step.index,
-            end=step.end,
-            outcome=outcome,
-            score=score,
-            prm_version=self.version,
-            error=error,
-        )
+                return StepScore(trace=trace, step=step, score=verdict.score), num_tries, verdict
+        error = f"after {NUM_TRIES} tries: {error}"
+        return StepScore(trace=trace, step=step, outcome=Outcome.ERROR, error=error), NUM_TRIES, None

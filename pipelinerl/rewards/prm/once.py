@@ -15,7 +15,6 @@ from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.process import killed_after, load_scorer
 from pipelinerl.rewards.prm.steps import Splitter
 
@@ -49,9 +48,7 @@ def score(config: Config, traces: list[dict[str, list[int]]]) -> list[dict[str, 
     steps: list[list[tuple[int, str, float | None, str]]] = [[] for _ in traces]
     with killed_after(config.prm.deadline_s, "the process reward model"):
         for found in scorer.score(begun):
-            number = int(found.rollout_id)
-            is_ok = found.outcome is Outcome.OK
-            steps[number].append((found.end, begun[number].texts[found.step], found.score if is_ok else None, found.error))
+            steps[int(found.trace.rollout_id)].append((found.step.end, found.step.text, found.score, found.error))
     return [{"steps": each, "version": scorer.version} for each in steps]
 
 

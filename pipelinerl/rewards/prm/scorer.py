@@ -92,15 +92,11 @@ class PrmEngine(Protocol):
 class StepScore:
     """The model's score for one step. It is joined with the trajectory by (rollout, attempt, step), never by order of arrival."""
 
-    rollout_id: str
-    attempt: int
-    step: int
-    end: int
-    """Position of the step's last token among the policy's."""
-    outcome: Outcome
-    score: float | None
+    trace: Trace
+    step: Step
+    outcome: Outcome = Outcome.OK
+    score: float | None = None
     """None unless `outcome` is `OK`."""
-    prm_version: str
     error: str = ""
 
 
@@ -139,6 +135,8 @@ class Trace:
         """The model's tokens up to and including the last tag."""
         self.pending: list[tuple[Step, int]] = []
         """Steps without a score, each with the position of its tag among `token_ids`."""
+        self.num_taken = 0
+        """Number of the policy's tokens taken."""
         self.num_told = 0
         """Number of steps whose scores were sent."""
         self._splitter = splitter
@@ -147,6 +145,7 @@ class Trace:
 
     def feed(self, token_ids: Sequence[int], *, is_last: bool) -> None:
         """Take a chunk of the policy's tokens."""
+        self.num_taken += len(token_ids)
         steps = self._splitter.feed(token_ids)
         for step in [*steps, *self._splitter.finish()] if is_last else steps:
             self.texts.append(step.text)
@@ -221,22 +220,10 @@ class PrmScorer:
     def _scored(self, trace: Trace, step: Step, tag: int, row: Rows | None) -> StepScore:
         if tag >= self._engine.max_tokens:
             error = f"the trace up to this step has {tag + 1} tokens, the process reward model takes {self._engine.max_tokens}"
-            return self._answer(trace, step, Outcome.INVALID, error=error)
+            return StepScore(trace=trace, step=step, outcome=Outcome.INVALID, error=error)
         if row is None:
-            return self._answer(trace, step, Outcome.ERROR, error="the engine returned no row for the step's tag")
+            return StepScore(trace=trace, step=step, outcome=Outcome.ERROR, error="the engine returned no row for the step's tag")
         try:
-            return self._answer(trace, step, Outcome.OK, score=self._convention.read(row))
+            return StepScore(trace=trace, step=step, score=self._convention.read(row))
         except ValueError as error:
-            return self._answer(trace, step, Outcome.INVALID, error=str(error))
-
-    def _answer(self, trace: Trace, step: Step, outcome: Outcome, *, score: float | None = None, error: str = "") -> StepScore:
-        return StepScore(
-            rollout_id=trace.rollout_id,
-            attempt=trace.attempt,
-            step=step.index,
-            end=step.end,
-            outcome=outcome,
-            score=score,
-            prm_version=self.version,
-            error=error,
-        )
+            return StepScore(trace=trace, step=step, outcome=Outcome.INVALID, error=str(error))

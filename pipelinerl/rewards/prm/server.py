@@ -65,8 +65,6 @@ class PrmServer:
         self._prm_id = prm_id
         self._limit = limit
         self._traces: dict[str, Trace] = {}
-        self._num_taken: dict[str, int] = {}
-        """Number of the policy's tokens taken, by rollout."""
         self._touched: dict[str, bool] = {}
         """Traces with new tokens since the last batch, by rollout; true where the trace is complete."""
         self._failures = Failures()
@@ -124,7 +122,6 @@ class PrmServer:
         if trace is None or trace.attempt != tokens.attempt:
             return  # withdrawn meanwhile
         trace.feed(tokens.token_ids.tolist(), is_last=tokens.is_last)
-        self._num_taken[tokens.rollout_id] += len(tokens.token_ids)
         self._total_taken += len(tokens.token_ids)
         self._touched[tokens.rollout_id] = tokens.is_last
 
@@ -133,7 +130,6 @@ class PrmServer:
         splitter = Splitter(self._decode, max_steps=self._section.max_steps, separator=self._section.separator)
         prompt = self._decode(tokens.prompt_token_ids.tolist())
         self._traces[tokens.rollout_id] = self._scorer.begin(tokens.rollout_id, tokens.attempt, prompt=prompt, splitter=splitter)
-        self._num_taken[tokens.rollout_id] = 0
 
     def _score(self) -> None:
         touched, self._touched = self._touched, {}
@@ -144,11 +140,9 @@ class PrmServer:
         if found:
             self._journal.span(f"scorer-{self._prm_id}", "score", start=started_at, end=time.time(), count=len(found))
         self._num_steps += len(found)
-        scores: dict[str, list[StepScore]] = {rollout_id: [] for rollout_id in touched}
-        for one in found:
-            scores[one.rollout_id].append(one)
         for rollout_id, is_last in touched.items():
-            self._link.send(self._answer(rollout_id, scores[rollout_id], is_last=is_last))
+            scores = [one for one in found if one.trace is self._traces[rollout_id]]
+            self._link.send(self._answer(rollout_id, scores, is_last=is_last))
             if is_last:
                 self._drop(rollout_id)
 
@@ -163,9 +157,9 @@ class PrmServer:
         return StepsScored(
             rollout_id=rollout_id,
             attempt=trace.attempt,
-            num_taken=self._num_taken[rollout_id],
+            num_taken=trace.num_taken,
             first=first,
-            ends=np.array([one.end for one in good], np.int32),
+            ends=np.array([one.step.end for one in good], np.int32),
             scores=np.array([one.score for one in good], np.float32),
             is_last=is_last,
             version=self._scorer.version,
@@ -174,7 +168,7 @@ class PrmServer:
         )
 
     def _drop(self, rollout_id: str) -> None:
-        del self._traces[rollout_id], self._num_taken[rollout_id]
+        del self._traces[rollout_id]
         self._touched.pop(rollout_id, None)
 
     def _report(self) -> None:
