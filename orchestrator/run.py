@@ -48,7 +48,7 @@ class Run:
         self._is_training = False
         """True while rows may be on their way to the trainer, and its messages about them on their way back."""
         self._evaluation = Evaluation(
-            given.held_out,
+            prompts=given.held_out,
             section=config.evaluation,
             correct_reward=config.algorithm.correct_reward,
             engines=parts.engines,
@@ -59,7 +59,7 @@ class Run:
             journal=given.journal,
             ledger=given.ledger,
             watch=parts.watch,
-            done=parts.past.evaluations,
+            results=list(parts.past.evaluations),
             on_evaluated=parts.progress.evaluated,
         )
         prm, environment = self._pipeline.prm, self._pipeline.environment

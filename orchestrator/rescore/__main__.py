@@ -28,7 +28,7 @@ from orchestrator.rescore.completions import (
 )
 from orchestrator.rescore.printing import print_advantages, print_member, print_prompt, print_step_scores
 from orchestrator.rescore.scorers import CallReport, Scorers, StepScores, score_steps
-from orchestrator.rollouts.scorer_tasks import group_reward_task, no_score, reward_task, score_of
+from orchestrator.rollouts.scorer_tasks import failed_score, group_reward_task, reward_task, score_of
 from orchestrator.rules.group_rewards import join_comparison, plan_comparison
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import method_of
@@ -39,7 +39,7 @@ from pipelinerl.data.hub import resolved
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, decoder, load_tokenizer
 from pipelinerl.errors import ConfigError, PipelineError
-from pipelinerl.messages import Finish, Group, Outcome, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Group, Outcome, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.calls import reward_weights
 
@@ -145,9 +145,8 @@ class Rescoring:
         print(f"{self._num_shown:,} completions tried: {failed}")
 
     def _score(self, trajectory: Trajectory) -> tuple[ScoredTrajectory, CallReport]:
-        if trajectory.outcome is not Outcome.OK or trajectory.finish is Finish.ERROR:
-            outcome = Outcome.ERROR if trajectory.outcome is Outcome.OK else trajectory.outcome
-            return ScoredTrajectory(trajectory=trajectory, score=no_score(trajectory, trajectory.error, outcome=outcome)), CallReport()
+        if (failed := failed_score(trajectory)) is not None:
+            return ScoredTrajectory(trajectory=trajectory, score=failed), CallReport()
         result, report = self._scorers.request(reward_task(trajectory))
         return ScoredTrajectory(trajectory=trajectory, score=score_of(trajectory, result)), report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.rollouts.multi_turn import Episode
-from pipelinerl.messages import Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
+from pipelinerl.messages import Finish, Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
 
 
 def reward_task(trajectory: Trajectory) -> ScorerTask:
@@ -46,9 +46,18 @@ def score_of(trajectory: Trajectory, result: Result) -> Score:
     )
 
 
-def no_score(trajectory: Trajectory, error: str, *, outcome: Outcome = Outcome.ERROR) -> Score:
-    """Return the score that stands for a missing one where no scorer is asked."""
-    return Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=outcome, reward=None, error=error)
+def failed_score(trajectory: Trajectory) -> Score | None:
+    """Return the score of a trajectory that no scorer is asked about, because its engine or environment failed; None for any other."""
+    is_engine = trajectory.outcome is Outcome.OK
+    if is_engine and trajectory.finish is not Finish.ERROR:
+        return None
+    return Score(
+        rollout_id=trajectory.rollout_id,
+        attempt=trajectory.attempt,
+        outcome=Outcome.ERROR if is_engine else trajectory.outcome,
+        reward=None,
+        error=f"engine {trajectory.engine_id}: {trajectory.error}" if is_engine else trajectory.error,
+    )
 
 
 def _task(kind: RequestKind, trajectories: Sequence[Trajectory]) -> ScorerTask:

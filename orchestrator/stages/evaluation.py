@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -20,11 +21,11 @@ from orchestrator.peers.engines import Engine, Engines
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.rollout import unanswered
-from orchestrator.rollouts.scorer_tasks import environment_task, no_score, reward_task, score_of
+from orchestrator.rollouts.scorer_tasks import environment_task, failed_score, reward_task, score_of
 from orchestrator.rules.pass_at_k import mean_pass_at
 from orchestrator.rules.routing import route
 from pipelinerl.config import EvaluationSection
-from pipelinerl.messages import Completion, Finish, Generate, Outcome, Prompt, Result, Sampling, Score, ScorerTask, Trajectory
+from pipelinerl.messages import Completion, Generate, Outcome, Prompt, Result, Sampling, Score, ScorerTask, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.watch import LOOKS, Watch
 
@@ -36,6 +37,9 @@ from new policies.
 """
 
 
+_T = TypeVar("_T")
+
+
 class Pins(Protocol):
     """The pins keep an engine at its policy: the weight sync stage, which brings policies to engines, provides them."""
 
@@ -44,98 +48,84 @@ class Pins(Protocol):
     def is_settled(self, engine: Engine) -> bool: ...
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Evaluation:
     """The evaluation answers every held-out prompt `samples` times and writes avg@n and pass@k to the journal.
 
     An answer that failed, or whose score did, counts as reward 0 in an evaluation (never in training), and is reported apart.
+
+    takes     a version that is due, from `pipeline` or from engines that hold it
+    gives     the result, to the journal and the ledger
+    waits for engines pinned to one version; completions; scorers' results; `deadline_s` at most
+    woken by  engines, scorers
+    fails     never: an evaluation that fails is given up
+    ends      when the run does
     """
 
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        *,
-        section: EvaluationSection,
-        correct_reward: float,
-        engines: Engines,
-        scorers: Scorers,
-        pins: Pins,
-        sampling: Sampling,
-        journal: Journal,
-        ledger: Ledger,
-        watch: Watch,
-        max_turns: int = 1,
-        done: Sequence[tuple[int, float]] = (),
-        on_evaluated: Callable[[dict[str, Any]], None] = lambda _: None,
-    ) -> None:
-        """Count an answer with at least `correct_reward` as correct; a `max_turns` above 1 means that there is an environment.
-
-        `done` holds (version, mean reward) from earlier processes of the run; `on_evaluated` is told the journal's fields of each
-        evaluation.
-        """
-        self.results = list(done)
-        """The pairs (version, mean reward) of every evaluation."""
-        self._section = section
-        self._correct_reward = correct_reward
-        self._prompts = [prompt for prompt in prompts for _ in range(section.samples)]
-        """The prompts, each as often as it is answered."""
-        self._engines = engines
-        self._scorers = scorers
-        self._pins = pins
-        self._sampling = sampling
-        self._max_turns = max_turns
-        self._journal = journal
-        self._ledger = ledger
-        self._watch = watch
-        self._on_evaluated = on_evaluated
+    name = "evaluation"
+    prompts: Sequence[Prompt]
+    section: EvaluationSection
+    correct_reward: float
+    """Reward from which an answer counts as correct."""
+    engines: Engines
+    scorers: Scorers
+    pins: Pins
+    sampling: Sampling
+    journal: Journal
+    ledger: Ledger
+    watch: Watch
+    max_turns: int = 1
+    """More than 1 where there is an environment."""
+    results: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """The pairs (version, mean reward) of every evaluation, also of earlier processes of the run."""
+    on_evaluated: Callable[[dict[str, Any]], None] = lambda _: None
+    """The callback is told the journal's fields of each evaluation."""
 
     async def evaluate(self, version: int) -> float | None:
         """Evaluate a version that every engine holds and that no other follows; return None where it was evaluated before, or was given
         up.
         """
-        return await self._evaluate(version, [engine.engine_id for engine in self._engines])
+        return await self._evaluate(version, [engine.engine_id for engine in self.engines])
 
     async def follow(self, latest_version: Callable[[], int]) -> None:
         """Evaluate every `every`-th version, one at a time; `latest_version()` returns the newest that every engine holds."""
-        every = self._section.every
-        next_version = (self._last // every + 1) * every if every else 0
-        while every and self._prompts:
+        every = self.section.every
+        last = max((version for version, _ in self.results), default=0)
+        next_version = (last // every + 1) * every if every else 0
+        while every and self.prompts:
             while latest_version() < next_version:
-                await self._engines.changed.wait()
+                await self.engines.changed.wait()
             async with self._pinned() as (version, engine_ids):
                 await self._evaluate(version, engine_ids)
             next_version = (version // every + 1) * every
 
-    @property
-    def _last(self) -> int:
-        return max((version for version, _ in self.results), default=0)
-
     @contextlib.asynccontextmanager
     async def _pinned(self) -> AsyncIterator[tuple[int, list[int]]]:
         """Keep some engines at one version; yield the version and the ids of these engines."""
-        outstanding = self._engines.outstanding()
+        outstanding = self.engines.outstanding()
         chosen = sorted(outstanding, key=lambda engine_id: outstanding[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
-        engines = [self._engines[engine_id] for engine_id in chosen]
+        engines = [self.engines[engine_id] for engine_id in chosen]
         try:
             for engine in engines:
-                self._pins.pin(engine, is_pinned=True)
-            while any(self._engines.serves(engine) and not self._pins.is_settled(engine) for engine in engines):
-                await self._engines.changed.wait()
+                self.pins.pin(engine, is_pinned=True)
+            while any(self.engines.serves(engine) and not self.pins.is_settled(engine) for engine in engines):
+                await self.engines.changed.wait()
             version = max((engine.version for engine in engines), default=0)
             yield version, [engine.engine_id for engine in engines if engine.version == version]
         finally:
             for engine in engines:
-                self._pins.pin(engine, is_pinned=False)
+                self.pins.pin(engine, is_pinned=False)
 
     async def _evaluate(self, version: int, engine_ids: Collection[int]) -> float | None:
-        if not self._prompts or version in {done for done, _ in self.results}:
+        if not self.prompts or version in {done for done, _ in self.results}:
             return None
         work = asyncio.create_task(self._work(version, engine_ids))
         stuck = asyncio.create_task(self._until_nothing_moves())
         try:
-            await asyncio.wait((work, stuck), timeout=self._section.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, stuck), timeout=self.section.deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
-            why = "nothing moved any more" if stuck.done() else f"it took longer than evaluation.deadline_s = {self._section.deadline_s:g}"
+            why = "nothing moved any more" if stuck.done() else f"it took longer than evaluation.deadline_s = {self.section.deadline_s:g}"
         except Exception as error:  # whatever goes wrong here is this evaluation's own failure, and costs the run nothing else
             first = error
             while isinstance(first, ExceptionGroup):
@@ -144,28 +134,30 @@ class Evaluation:
         finally:
             work.cancel()
             stuck.cancel()
-        self._journal.write("evaluation_dropped", version=version, error=why)
+        self.journal.write("evaluation_dropped", version=version, error=why)
         return None
 
     async def _until_nothing_moves(self) -> None:
         """Return once nothing has moved for half of the watchdog's limit: at the whole of it the watchdog would end the run."""
         last_moves, quiet = -1, 0
         while quiet < LOOKS // 2:
-            quiet = quiet + 1 if self._watch.num_moves == last_moves else 0
-            last_moves = self._watch.num_moves
-            await asyncio.sleep(self._watch.stall_limit_s / LOOKS)
+            quiet = quiet + 1 if self.watch.num_moves == last_moves else 0
+            last_moves = self.watch.num_moves
+            await asyncio.sleep(self.watch.stall_limit_s / LOOKS)
 
     async def _work(self, version: int, engine_ids: Collection[int]) -> float:
-        trajectories = await self._generate(version, engine_ids)
-        scored = await self._score(trajectories)
+        asked = enumerate(prompt for prompt in self.prompts for _ in range(self.section.samples))
+        plays = [self._play(number, prompt, version=version, engine_ids=engine_ids) for number, prompt in asked]
+        trajectories = await self._all(plays, awaited="completions")
+        scored = await self._all([self._score(trajectory) for trajectory in trajectories], awaited="scores")
         rewards = [score.reward if score.outcome is Outcome.OK and score.reward is not None else 0.0 for score in scored]
         sampled = [trajectory.versions[trajectory.loss_mask] for trajectory in trajectories]
         versions = [int(version) for column in sampled if len(column) for version in column[[0, -1]]]
-        mean, num_samples = sum(rewards) / len(rewards), self._section.samples
-        correct = [reward >= self._correct_reward for reward in rewards]
+        mean, num_samples = sum(rewards) / len(rewards), self.section.samples
+        correct = [reward >= self.correct_reward for reward in rewards]
         of_prompt = [sum(correct[first : first + num_samples]) for first in range(0, len(correct), num_samples)]
         self.results.append((version, mean))
-        self._ledger.record("evaluated", now_s=asyncio.get_running_loop().time(), version=version, reward=mean)
+        self.ledger.record("evaluated", now_s=asyncio.get_running_loop().time(), version=version, reward=mean)
         fields: dict[str, Any] = {
             "version": version,
             "reward_mean": mean,
@@ -177,23 +169,20 @@ class Evaluation:
             "oldest_version": min(versions, default=version),
             "newest_version": max(versions, default=version),
         }
-        self._journal.write("evaluation", **fields)
-        self._on_evaluated(fields)
+        self.journal.write("evaluation", **fields)
+        self.on_evaluated(fields)
         return mean
 
-    async def _generate(self, version: int, engine_ids: Collection[int]) -> list[Trajectory]:
-        with self._watch.waiting("evaluation", "completions"):
+    async def _all(self, work: Sequence[Coroutine[Any, Any, _T]], *, awaited: str) -> list[_T]:
+        with self.watch.waiting(self.name, awaited):
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._play(number, prompt, version=version, engine_ids=engine_ids))
-                    for number, prompt in enumerate(self._prompts)
-                ]
+                tasks = [group.create_task(one) for one in work]
             return [task.result() for task in tasks]
 
     async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int]) -> Trajectory:
         """Return one answer to a prompt: one turn, or an episode."""
         name, engine_id = f"evaluation-{version}/{number}", -1
-        episode = Episode(prompt=prompt, max_tokens=self._sampling.max_tokens, max_turns=self._max_turns)
+        episode = Episode(prompt=prompt, max_tokens=self.sampling.max_tokens, max_turns=self.max_turns)
         while not episode.is_over:
             completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
             episode = episode.said(completion)
@@ -206,16 +195,16 @@ class Evaluation:
         """Ask until an engine that holds the version answers. An engine that ends before is replaced by another, up to `MAX_ATTEMPTS`."""
         for attempt in range(MAX_ATTEMPTS):
             while (engine_id := self._engine_of(version, engine_ids)) is None:
-                await self._engines.changed.wait()
+                await self.engines.changed.wait()
             answer: asyncio.Future[tuple[Completion, int] | None] = asyncio.get_running_loop().create_future()
             request = Generate(
                 rollout_id=rollout_id,
                 attempt=attempt,
                 turn=episode.num_turns,
                 token_ids=episode.context,
-                sampling=msgspec.structs.replace(self._sampling, max_tokens=episode.num_left),
+                sampling=msgspec.structs.replace(self.sampling, max_tokens=episode.num_left),
             )
-            self._engines.requests.ask(
+            self.engines.requests.ask(
                 request,
                 engine_id,
                 sink=lambda completion, engine_id, answer=answer: _give(answer, (completion, engine_id)),
@@ -228,26 +217,14 @@ class Evaluation:
 
     def _engine_of(self, version: int, engine_ids: Collection[int]) -> int | None:
         """Return the least busy of these engines that holds the version; None where none does."""
-        outstanding = self._engines.outstanding()
-        return route({engine_id: outstanding[engine_id] for engine_id in engine_ids if self._holds(engine_id, version, outstanding)})
+        held = self.engines.outstanding()
+        return route({number: held[number] for number in engine_ids if number in held and self.engines[number].version == version})
 
-    def _holds(self, engine_id: int, version: int, outstanding: Collection[int]) -> bool:
-        return engine_id in outstanding and self._engines[engine_id].version == version
-
-    async def _score(self, trajectories: list[Trajectory]) -> list[Score]:
-        with self._watch.waiting("evaluation", "scores"):
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._score_of(trajectory)) for trajectory in trajectories]
-            return [task.result() for task in tasks]
-
-    async def _score_of(self, trajectory: Trajectory) -> Score:
-        if trajectory.finish is Finish.ERROR:
-            outcome = Outcome.ERROR if trajectory.outcome is Outcome.OK else trajectory.outcome
-            return no_score(trajectory, trajectory.error, outcome=outcome)
-        return score_of(trajectory, await self._request(reward_task(trajectory)))
+    async def _score(self, trajectory: Trajectory) -> Score:
+        return failed_score(trajectory) or score_of(trajectory, await self._request(reward_task(trajectory)))
 
     async def _request(self, task: ScorerTask) -> Result:
-        return await self._scorers.request(task, by="evaluation", max_lost=MAX_ATTEMPTS)
+        return await self.scorers.request(task, by=self.name, max_lost=MAX_ATTEMPTS)
 
 
 def _component_means(scored: list[Score]) -> dict[str, float]:

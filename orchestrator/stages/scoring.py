@@ -7,8 +7,8 @@ import dataclasses
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rollouts.scorer_tasks import no_score, reward_task, score_of
-from pipelinerl.messages import Finish, Outcome, Score, ScoredTrajectory, Trajectory
+from orchestrator.rollouts.scorer_tasks import failed_score, reward_task, score_of
+from pipelinerl.messages import ScoredTrajectory, Trajectory
 from pipelinerl.runtime.stage import Channel
 
 
@@ -38,13 +38,7 @@ class Scoring:
                 group.create_task(self._score(trajectory))
 
     async def _score(self, trajectory: Trajectory) -> None:
-        scored = ScoredTrajectory(trajectory=trajectory, score=await self._score_of(trajectory))
+        score = failed_score(trajectory) or score_of(trajectory, await self.scorers.request(reward_task(trajectory), by=self.name))
+        scored = ScoredTrajectory(trajectory=trajectory, score=score)
         self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
         self.scored.put_claimed(scored)
-
-    async def _score_of(self, trajectory: Trajectory) -> Score:
-        if trajectory.outcome is not Outcome.OK:
-            return no_score(trajectory, trajectory.error, outcome=trajectory.outcome)
-        if trajectory.finish is Finish.ERROR:
-            return no_score(trajectory, f"engine {trajectory.engine_id}: {trajectory.error}")
-        return score_of(trajectory, await self.scorers.request(reward_task(trajectory), by=self.name))

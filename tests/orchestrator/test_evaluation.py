@@ -127,7 +127,7 @@ async def bench(
     engines = Engines(engine_peers, expected=2, watch=watch, credits=Signal())
     scorers = Scorers(scorer_peers, expected=1, ledger=ledger, watch=watch, quarantine=Quarantine())
     evaluation = Evaluation(
-        [handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],
+        prompts=[handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],
         section=EvaluationSection(every=every, samples=samples, deadline_s=700.0),  # pyright: ignore[reportCallIssue]
         correct_reward=1.0,
         engines=engines,
@@ -137,7 +137,7 @@ async def bench(
         journal=journal,
         ledger=ledger,
         watch=watch,
-        done=done,
+        results=list(done),
         **options,
     )
     links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
@@ -364,7 +364,7 @@ def test_what_goes_wrong_in_an_evaluation_costs_the_run_nothing_else(tmp_path: P
 
     async def program() -> None:
         async with bench(tmp_path, num_prompts=0) as it:
-            it.evaluation._prompts = [Prompt(prompt_id="held:0", text="", token_ids=object())]  # type: ignore[arg-type]
+            it.evaluation.prompts = [Prompt(prompt_id="held:0", text="", token_ids=object())]  # type: ignore[arg-type]
             assert await it.evaluation.evaluate(0) is None
 
     simulate(program())
