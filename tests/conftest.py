@@ -33,22 +33,40 @@ def _folder_of_temporary_files() -> Iterator[None]:
     tempfile.tempdir = None  # what it is at first; what was there before this test may be what an engine of its module has set
 
 
-class WholeRunsInOneWorker(LoadScopeScheduling):
-    """Any worker takes the next test; whole runs and jobs go one after the other, as two at once on two cores would miss their deadlines.
+WHOLE_RUNS = (
+    "tests/e2e/test_chaos",
+    "tests/e2e/test_examples",
+    "tests/e2e/test_listeners",
+    "tests/e2e/test_prm",
+    "tests/e2e/test_run",
+    "tests/slurm/",
+)
 
+
+class FilesAndWholeRuns(LoadScopeScheduling):
+    """Any worker takes the next file, so what a file's tests share (an engine, ranks) is made once.
+
+    Whole runs and jobs go one after the other, in one worker: two at once on two cores would miss their deadlines.
     (`--dist loadgroup` marks groups in a place that pytest 9.2 no longer has.)
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith(("tests/e2e/", "tests/slurm/")) else nodeid
+        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeRunsInOneWorker:
-    return WholeRunsInOneWorker(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndWholeRuns:
+    config.option.loadscopereorder = False  # the order is that of the collection, below; xdist would take what has most tests first
+    return FilesAndWholeRuns(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it."""
+    """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it.
+
+    Several workers begin with what is long, so that they end together: whole runs, files with processes, then the many small files.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        long = {item.path for item in items if item.get_closest_marker("process") or item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (not item.nodeid.startswith(WHOLE_RUNS), item.path not in long))
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("vllm", "gpu")}
     if marked["vllm"] and importlib.util.find_spec("vllm") is None:
         _skip(marked["vllm"], reason="needs vLLM, which is not installed here")
