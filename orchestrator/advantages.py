@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,8 @@ class MethodAdvantages:
         masks = tuple(member.trajectory.loss_mask[len(member.trajectory.prompt.token_ids) :] for member in siblings)
         is_whole = np.array([member.score.reward is not None for member in siblings])
         rewards = np.array([member.score.reward or 0.0 for member in siblings], np.float64)  # 0.0 of stopped ones: weight 0, never read
+        prompts = [member.trajectory.prompt for member in siblings]
+        roles = None if self._baselines is None else tuple(role_of(one.columns, where=f"prompt {one.prompt_id}") for one in prompts)
         # A function may say that it does not apply to a completion: then it compares no siblings here.
         names = [name for name in self._weights if all(name in member.score.components for member in siblings)]
         return ScoredGroup(
@@ -92,7 +95,7 @@ class MethodAdvantages:
             ),
             component_weights=np.array([self._weights[name] for name in names]),
             greedy_reward=None if greedy is None else greedy.score.reward,
-            roles=tuple(_role(member) for member in siblings) if self._baselines is not None else None,
+            roles=roles,
             correct=is_whole & (rewards >= self._correct_reward),
             sample_weights=np.array([member.weight for member in siblings]),
             predictions=np.array([_predicted(member) for member in siblings]),
@@ -101,12 +104,10 @@ class MethodAdvantages:
         )
 
 
-def _role(member: ScoredTrajectory) -> str:
-    prompt = member.trajectory.prompt
-    if not isinstance(role := prompt.columns.get("role"), str):
-        raise DataError(
-            f"prompt {prompt.prompt_id}: advantage rae has a baseline for each role, and the row's column role is {role!r}, expected a text"
-        )
+def role_of(columns: Mapping[str, Any], *, where: str) -> str:
+    """Return the role that a row names, for a method with a baseline for each. Raises `DataError` where it names none."""
+    if not isinstance(role := columns.get("role"), str):
+        raise DataError(f"{where}: column role is {role!r}, expected a text: the method has a baseline for each role")
     return role
 
 

@@ -18,8 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from orchestrator.advantages import role_of
 from orchestrator.data.rows import Table, open_rows
 from orchestrator.data.sources import PromptBuilder, longest_prompt
+from orchestrator.rollouts.micro_batch import teacher_of
 from pipelinerl.algorithms.declare import load_rule
 from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.methods import method_of
@@ -184,11 +186,10 @@ class _Source:
                 self._note("row", str(error))
         if not isinstance(row, Mapping):
             return
-        if self.has_roles and not isinstance(columns.get("role"), str):
-            self._note("role", f"{where}: column role is {columns.get('role')!r}, expected a text: the method has a baseline for each role")
-        if self.teachers and columns.get("teacher") not in self.teachers:
-            expected = f"one of {', '.join(self.teachers)} (reference.teachers)"
-            self._note("teacher", f"{where}: column teacher is {columns.get('teacher')!r}, expected {expected}")
+        if self.has_roles:
+            self._try("role", lambda: role_of(columns, where=where))
+        if self.teachers:
+            self._try("teacher", lambda: teacher_of(columns, self.teachers, where=where))
         self._ask(columns, where)
 
     def _measure(self, value: Any, text: str, where: str) -> None:
@@ -230,6 +231,12 @@ class _Source:
                     self.asked[kind].append(f"{function.what} {error}")
         for problem in self.asked[kind]:
             self._note(problem, f"{problem} ({where})")
+
+    def _try(self, kind: str, read: Callable[[], object]) -> None:
+        try:
+            read()
+        except DataError as error:
+            self._note(kind, str(error))
 
     def _note(self, kind: str, problem: str) -> None:
         known = self.bad.setdefault(kind, [])

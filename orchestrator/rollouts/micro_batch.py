@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from pipelinerl.data.expert_routes import joined
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Finish, MicroBatch, Prompt, Sample
+from pipelinerl.messages import Finish, MicroBatch, Sample
 
 
 def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teachers: Sequence[str] = ()) -> MicroBatch:
     """Lay samples end to end; without samples this is the zero-loss row. Raises `DataError` where a row names none of `teachers`."""
     trajectories = [sample.trajectory for sample in samples]
+    prompts = [trajectory.prompt for trajectory in trajectories]
+    named = [teacher_of(prompt.columns, teachers, where=f"prompt {prompt.prompt_id}") for prompt in prompts if teachers]
     return MicroBatch(
         step=step,
         index=index,
@@ -29,17 +32,15 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teache
         group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int32),
         engine_ids=np.array([trajectory.engine_id for trajectory in trajectories], np.int32),
         weights=np.array([sample.weight for sample in samples], np.float32) if any(sample.weight != 1.0 for sample in samples) else None,
-        teacher_ids=np.array([teacher_of(trajectory.prompt, teachers) for trajectory in trajectories], np.int32) if teachers else None,
+        teacher_ids=np.array(named, np.int32) if teachers else None,
         routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
     )
 
 
-def teacher_of(prompt: Prompt, teachers: Sequence[str]) -> int:
-    """Return the index of the teacher of a prompt. Raises `DataError` where the prompt's row names none of `teachers`."""
-    if (name := prompt.columns.get("teacher")) not in teachers:
-        raise DataError(
-            f"prompt {prompt.prompt_id}: the row's column teacher is {name!r}, expected one of {', '.join(teachers)} (reference.teachers)"
-        )
+def teacher_of(columns: Mapping[str, Any], teachers: Sequence[str], *, where: str) -> int:
+    """Return the index of the teacher that a row names. Raises `DataError` where it names none of `teachers`."""
+    if (name := columns.get("teacher")) not in teachers:
+        raise DataError(f"{where}: column teacher is {name!r}, expected one of {', '.join(teachers)} (reference.teachers)")
     return tuple(teachers).index(str(name))
 
 

@@ -12,7 +12,7 @@ trained on. This is a rule, without clock and socket; each step gives a new valu
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -121,14 +121,9 @@ class Episode:
 
     def trajectory(self, **facts: Any) -> Trajectory:
         """Return the trajectory of the episode; `facts` are those fields of a trajectory that no turn changes."""
-        num_prompt = len(self.prompt.token_ids)
-        versions = np.concatenate((np.full(num_prompt, UNSAMPLED, np.int32), self.versions))
-        return Trajectory(
-            prompt=self.prompt,
-            token_ids=self.context,
-            loss_mask=versions != UNSAMPLED,
-            logprobs=np.concatenate((np.zeros(num_prompt, np.float32), self.logprobs)),
-            versions=versions,
+        return end_to_end(
+            self.prompt,
+            self,
             finish=self.finish,
             error=self.error,
             turns=self.turns,
@@ -136,3 +131,30 @@ class Episode:
             recomputed=self.recomputed,
             **facts,
         )
+
+
+class Sampled(Protocol):
+    """What follows a prompt: a completion, or an episode. Legend: `T` tokens."""
+
+    @property
+    def token_ids(self) -> Int32: ...
+
+    @property
+    def logprobs(self) -> Float32: ...
+
+    @property
+    def versions(self) -> Int32: ...
+
+
+def end_to_end(prompt: Prompt, sampled: Sampled, **facts: Any) -> Trajectory:
+    """Lay a prompt and what follows it end to end, in the engine's own token ids; `facts` are the other fields of a trajectory."""
+    num_prompt = len(prompt.token_ids)
+    versions = np.concatenate((np.full(num_prompt, UNSAMPLED, np.int32), sampled.versions))
+    return Trajectory(
+        prompt=prompt,
+        token_ids=np.concatenate((prompt.token_ids, sampled.token_ids)),
+        loss_mask=versions != UNSAMPLED,
+        logprobs=np.concatenate((np.zeros(num_prompt, np.float32), sampled.logprobs)),
+        versions=versions,
+        **facts,
+    )

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.rollouts.multi_turn import Episode
-from orchestrator.rollouts.single_turn import trajectory_of
+from orchestrator.rollouts.multi_turn import Episode, end_to_end
 from pipelinerl.messages import Completion, Finish, Generate, Prompt, Sampling, Trajectory
 
 
@@ -68,6 +67,8 @@ class Rollout:
     def trajectory(self, completion: Completion, *, engine_id: int, finished_at: float) -> Trajectory:
         """Return the trajectory; `completion` is the last answer to this attempt."""
         facts: dict[str, Any] = {
+            "rollout_id": self.rollout_id,
+            "attempt": self.attempt,
             "group_id": self.group_id,
             "sibling": self.sibling,
             "is_greedy": self.is_greedy,
@@ -75,9 +76,10 @@ class Rollout:
             "admitted_at": self.admitted_at,
             "finished_at": finished_at,
         }
-        if self.episode is None:
-            return trajectory_of(completion, prompt=self.prompt, **facts)
-        return self.episode.trajectory(rollout_id=self.rollout_id, attempt=self.attempt, **facts)
+        if self.episode is not None:
+            return self.episode.trajectory(**facts)
+        facts |= {name: getattr(completion, name) for name in ("finish", "error", "routes", "recomputed")}
+        return end_to_end(self.prompt, completion, **facts)
 
 
 def unanswered(rollout_id: str, *, attempt: int, error: str) -> Completion:

@@ -141,12 +141,11 @@ class Batching:
         """Send packed items on, once they are written. While the ledger writes, more items are packed, and these are then written
         together.
         """
-        loop = asyncio.get_running_loop()
         async for first in self.packed:
             items = [first]
             while (item := self.packed.get_now()) is not None:
                 items.append(item)
             durably = any(isinstance(item, StepEnd) for item in items)
-            await loop.run_in_executor(None, functools.partial(self.ledger.flush, durably=durably))
+            await asyncio.get_running_loop().run_in_executor(None, functools.partial(self.ledger.flush, durably=durably))
             for item in items:
                 await self.rows.put(item)

@@ -156,5 +156,4 @@ class Sample(Message, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Length of the trajectory, `L`."""
         return self.trajectory.num_tokens

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.rollouts.micro_batch import micro_batch_of
-from orchestrator.rollouts.single_turn import trajectory_of
+from orchestrator.rollouts.multi_turn import end_to_end
 from pipelinerl.data.expert_routes import table_of, unknown
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
@@ -71,7 +71,8 @@ def _row(asked: dict[str, Generate], completions: list[Completion]) -> MicroBatc
     for number, completion in enumerate(sorted(completions, key=lambda completion: int(completion.rollout_id))):
         prompt = Prompt(prompt_id=f"0:{number}", text="", token_ids=asked[completion.rollout_id].token_ids)
         times = {"engine_id": 0, "admitted_at": 0.0, "finished_at": 1.0}
-        trajectory = trajectory_of(completion, prompt=prompt, group_id=number, sibling=0, **times)
+        said = {name: getattr(completion, name) for name in ("rollout_id", "attempt", "finish", "routes")}
+        trajectory = end_to_end(prompt, completion, group_id=number, sibling=0, **said, **times)
         samples.append(Sample(trajectory=trajectory, reward=0.0, advantages=np.ones(trajectory.num_tokens, np.float32)))
     return micro_batch_of(tuple(samples), step=0, index=0)
 

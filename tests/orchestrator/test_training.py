@@ -166,7 +166,7 @@ def test_each_sample_of_a_row_says_which_teacher_judges_it():
     assert batch.teacher_ids.tolist() == [1, 0, 1]
     assert micro_batch_of((sample("code"),), step=0, index=0).teacher_ids is None
     for wrong in ("maths", None, 1, ["math"]):
-        with pytest.raises(DataError, match=r"the row's column teacher is .*, expected one of math, code \(reference\.teachers\)"):
+        with pytest.raises(DataError, match=r"column teacher is .*, expected one of math, code \(reference\.teachers\)"):
             micro_batch_of((sample(wrong),), step=0, index=0, teachers=("math", "code"))
 
 

@@ -10,6 +10,7 @@ import math
 
 import msgspec
 
+from orchestrator.rules.validation.announcements import gauges
 from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, StepDone, TakeMicroBatch
 
@@ -79,11 +80,7 @@ def policy_published(said: PolicyPublished, progress: TrainerProgress) -> Violat
         return Violation(
             kind=Kind.STEPS, words=f"PolicyPublished: version {said.version} of rollback epoch {said.rollback_epoch}, expected {expected}"
         )
-    if said.num_bytes < 0 or not (math.isfinite(said.publish_s) and said.publish_s >= 0.0):
-        return Violation(
-            kind=Kind.BOUNDS, words=f"PolicyPublished: {said.num_bytes} bytes in {said.publish_s} s, expected finite figures from 0"
-        )
-    return None
+    return gauges(said)
 
 
 def checkpoint_saved(said: CheckpointSaved, progress: TrainerProgress, *, commit: str | None) -> Violation | None:
@@ -98,11 +95,7 @@ def checkpoint_saved(said: CheckpointSaved, progress: TrainerProgress, *, commit
     if said.oldest is not None and not 0 <= said.oldest <= said.version:
         expected = f"0 to {said.version}: what it can start from itself"
         return Violation(kind=Kind.STEPS, words=f"CheckpointSaved: oldest version {said.oldest}, expected {expected}")
-    if said.num_bytes < 0 or not (math.isfinite(said.save_s) and said.save_s >= 0.0):
-        return Violation(
-            kind=Kind.BOUNDS, words=f"CheckpointSaved: {said.num_bytes} bytes in {said.save_s} s, expected finite figures from 0"
-        )
-    return None
+    return gauges(said)
 
 
 def checkpoint_failed(said: CheckpointFailed, progress: TrainerProgress) -> Violation | None:
