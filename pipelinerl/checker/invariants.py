@@ -46,7 +46,8 @@ def check_history(history: History, *, with_checkpoints: bool = True) -> RunStat
 def _read(entries: Iterable[Entry], run: RunState, *, of_run: RunInvariants, of_rollouts: RolloutInvariants) -> None:
     last = 0
     for entry in entries:
-        run.require(entry.seq > last, entry, f"comes after number {last}")
+        run.entry = entry
+        run.require(entry.seq > last, f"comes after number {last}")
         last = entry.seq
         run.num_entries += 1
         is_of_run = entry.rollout_id is None or entry.kind == "admitted"
@@ -56,6 +57,6 @@ def _read(entries: Iterable[Entry], run: RunState, *, of_run: RunInvariants, of_
         elif is_of_run:
             handler(entry)
         elif (rollout := run.rollouts.get(entry.rollout_id or "")) is None:
-            run.require(False, entry, "speaks of a rollout that was never admitted")
+            run.require(False, "speaks of a rollout that was never admitted")
         else:
             handler(entry, rollout)

@@ -71,6 +71,8 @@ class RunState:
 
     def __init__(self, ledger_id: str) -> None:
         self.problems: list[str] = []
+        self.entry: Entry
+        """The entry that is being read."""
         self.settings: dict[str, int] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.steps: dict[int, Step] = collections.defaultdict(Step)
@@ -97,34 +99,34 @@ class RunState:
         self._ledger_id = ledger_id
 
     def counts(self) -> dict[str, int]:
-        """The conservation identity's right side, and `admitted`."""
+        """Return the conservation identity's right side, and `admitted`."""
         statuses = collections.Counter(rollout.status or "in_flight" for rollout in self.rollouts.values())
         return {"admitted": len(self.rollouts)} | {name: statuses[name] for name in ("in_flight", *ENDS)}
 
-    def require(self, holds: bool, entry: Entry, otherwise: str) -> None:
-        """Write a problem down where a promise does not hold."""
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Write a problem of the entry that is being read down where a promise does not hold."""
         if not holds:
-            self.problems.append(f"entry {entry.seq} ({entry.kind} {entry.rollout_id or ''}) {otherwise}")
+            self.problems.append(f"entry {self.entry.seq} ({self.entry.kind} {self.entry.rollout_id or ''}) {otherwise}")
 
-    def refuse_quarantined(self, entry: Entry, prompt_id: str) -> None:
+    def refuse_quarantined(self, prompt_id: str) -> None:
         """Require that a prompt is not quarantined."""
-        self.require(row_of(prompt_id) not in self.quarantined, entry, f"asks for the quarantined prompt {prompt_id}")
+        self.require(row_of(prompt_id) not in self.quarantined, f"asks for the quarantined prompt {prompt_id}")
 
-    def is_greedy(self, entry: Entry) -> bool:
-        """True for the sibling after those that are sampled, in a run that adds one."""
-        return int((entry.rollout_id or "").partition("/")[2]) >= self.settings["group_size"]
+    def is_greedy(self) -> bool:
+        """Return whether the entry is of the sibling after those that are sampled, in a run that adds one."""
+        return int((self.entry.rollout_id or "").partition("/")[2]) >= self.settings["group_size"]
 
     def commit_of(self, version: int) -> str | None:
-        """The commit that a checkpoint of `version` must name."""
+        """Return the commit that a checkpoint of `version` must name."""
         closed_at = self.steps[version - 1].closed_at
         return None if closed_at is None else f"{self._ledger_id}:{closed_at}"
 
 
 def digest_of(step: int, rollout_id: str) -> int:
-    """A sample's part in a checkpoint's digest, which is their sum modulo 2^64, so that the order of training does not matter."""
+    """Return a sample's part in a checkpoint's digest, which is their sum modulo 2^64: the order of training does not matter."""
     return int.from_bytes(hashlib.blake2b(f"{step}/{rollout_id}".encode(), digest_size=8).digest(), "little")
 
 
 def row_of(prompt_id: str) -> str:
-    """The row of the data that a prompt was made of."""
+    """Return the row of the data that a prompt was made of."""
     return prompt_id.rpartition(":")[2]
