@@ -31,7 +31,7 @@ Draw = tuple[int, int, Any]
 
 
 def open_rows(section: DataSection, *, seed: int) -> Table | Stream | Mixture:
-    """The rows that `data.source` stands for. Raises `DataError` where it is no source or cannot be read."""
+    """Return the rows that `data.source` stands for. Raises `DataError` where it is no source or cannot be read."""
     if section.source is None:
         raise DataError("data.source is missing: name a file, or `path:name` of something in Python")
     if isinstance(section.source, str):
@@ -87,7 +87,7 @@ class Table:
             return self._rows[number]
 
     def draw(self, epoch: int, row: int) -> Draw | None:
-        """The row drawn as number `row` of an epoch; None past the last."""
+        """Return the row drawn as number `row` of an epoch; None past the last."""
         if row >= self._num_rows:
             return None
         number = row if self._seed is None else int(self._permutation(self._seed, epoch)[row])
@@ -114,7 +114,7 @@ class Stream:
         return f"{self.name} row {number}"
 
     def draw(self, epoch: int, row: int) -> Draw | None:
-        """The row that comes as number `row` of an epoch, reading over those before it where need be; None past the last."""
+        """Return the row that comes as number `row` of an epoch, reading over those before it where need be; None past the last."""
         with _user_code(f"{self.name}, after {row} rows"):
             if self._at != (epoch, row):
                 self._rows = itertools.islice(self._make(epoch), row, None)
@@ -142,7 +142,7 @@ class Mixture:
         return self._sources[source].where(row)
 
     def draw(self, epoch: int, row: int) -> Draw | None:
-        """The row drawn as number `row`; one that does not follow the last is reached by reading over those before it."""
+        """Return the row drawn as number `row`; one that does not follow the last is reached by reading over those before it."""
         if row < self._shares.num_given:
             self._shares.restart()
             self._at = [(0, 0)] * len(self._sources)
@@ -171,7 +171,7 @@ class Mixture:
 
 
 def _from_python(reference: str, *, seed: int) -> tuple[Any, Callable[[int], Iterator[Any]] | None]:
-    """The rows a plug-in stands for, and, where they cannot be indexed, what starts an epoch of them."""
+    """Return the rows that a plug-in stands for, and, where they cannot be indexed, what starts an epoch of them."""
     plugin = rows = load_plugin(reference)
     is_function = callable(plugin) and not _is_indexed(plugin)
     if is_function:

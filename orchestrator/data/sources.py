@@ -88,7 +88,7 @@ class PromptSource:
             self._curriculum.measured(number, epoch=epoch, success=success)
 
     def next(self) -> Prompt:
-        """The next prompt that is short enough, and does not rest (`rules.curriculum`).
+        """Return the next prompt that is short enough, and does not rest (`rules.curriculum`).
 
         Raises `DataError` where the source is empty, a row is malformed, or a whole epoch (of an iterable: `MAX_SKIPPED_OF_STREAM`
         prompts in a row) is too long.
@@ -146,7 +146,8 @@ def prompts_of(config: Config, *, encoder: TextEncoder) -> tuple[PromptSource, l
 
 
 def longest_prompt(config: Config) -> int:
-    """Tokens of the longest prompt that leaves room for `rollout.max_tokens`. Raises `ConfigError` where the model names no context."""
+    """Return the longest prompt, in tokens, that leaves room for `rollout.max_tokens`. Raises `ConfigError` where the model names no
+    context."""
     context = context_of(config.model.path, max_tokens=config.model.max_tokens)
     if context is None:
         raise ConfigError(
@@ -156,7 +157,7 @@ def longest_prompt(config: Config) -> int:
 
 
 def fixed(source: str, *, limit: int, prompt_column: str, encoder: TextEncoder, max_prompt_tokens: int) -> list[Prompt]:
-    """The first `limit` prompts of a source, in its own order: the same at every evaluation.
+    """Return the first `limit` prompts of a source, in its own order: the same at every evaluation.
 
     Raises `DataError` as `PromptSource` does, and where one of them is too long: a held-out set never shrinks silently.
     """

@@ -70,11 +70,11 @@ NAMES = tuple(Columns.__annotations__)
 
 
 def values_of(columns: Columns) -> tuple[Any, ...]:
-    """The columns in the table's order; SQLite has no NaN."""
+    """Return the columns in the table's order; SQLite has no NaN."""
     numbers = {name: number_or_null(columns.get(name)) for name in ("reward", "score")}
     return tuple(map((columns | numbers).get, NAMES))
 
 
 def number_or_null(value: float | None) -> float | None:
-    """A number as SQLite keeps it."""
+    """Return a number as SQLite keeps it."""
     return None if value is None or math.isnan(value) else float(value)

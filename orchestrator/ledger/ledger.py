@@ -266,7 +266,7 @@ class Ledger:
         return f"{self.store.ledger_id}:{sequence}"
 
     def record_checkpoint(self, version: int, commit: str, *, now_s: float, oldest: int | None = None) -> None:
-        """A checkpoint of `version` stands, and no trainer starts from before `oldest`: rows of the steps before that may go."""
+        """Note that a checkpoint of `version` stands. No trainer starts from before `oldest`, so rows of the steps before that may go."""
         oldest = version if oldest is None else max(0, min(oldest, version))
         with self.transaction():
             self.record("saved", now_s=now_s, version=version, commit_id=commit)
@@ -282,7 +282,7 @@ class Ledger:
             self.store.put(f"{PRUNING}groups WHERE {is_over}", newest_over, oldest)
 
     def discard_checkpoint(self, version: int, reason: str, *, now_s: float) -> None:
-        """A checkpoint that was saved cannot be used any more: the steps since the one before are undone with it."""
+        """Note that a saved checkpoint cannot be used any more: the steps since the one before are undone with it."""
         with self.transaction():
             self.record("discarded", now_s=now_s, version=version, reason=reason)
             self.store.put(f"{PRUNING}checkpoints WHERE version = ?", version)
@@ -294,7 +294,7 @@ class Ledger:
             self._set_state("baselines", dict(baselines))
 
     def store_rest(self, number: int | None, rest: Rest | None) -> None:
-        """The group that completed last was measured, or could not be (`number` None): the prompt of that number rests, or does not."""
+        """Note that the group that completed last was measured, or could not be (`number` None), and whether its prompt rests."""
         with self.transaction():
             if number is not None:
                 self._set_state(f"{REST_KEY}{number}", None if rest is None else (rest.length, rest.measured_in))
@@ -303,24 +303,24 @@ class Ledger:
     # --- queries ---
 
     def baselines(self) -> dict[str, float]:
-        """The baselines that were stored last; empty where none were."""
+        """Return the baselines that were stored last; empty where none were."""
         return self.read_state("baselines", {})
 
     def read_state(self, key: str, default: Any) -> Any:
-        """The value of a key of the state; `default` where it has none."""
+        """Return the value of a key of the state; `default` where it has none."""
         found = self.store.rows("state", "key = ?", key)
         return json.loads(found[0][1]) if found else default
 
     def is_in_flight(self, rollout_id: str) -> bool:
-        """True while a rollout is in flight."""
+        """Return whether a rollout is in flight."""
         return rollout_id in self._rollouts.in_flight
 
     def rollouts_in_flight(self) -> dict[str, InFlight]:
-        """Every rollout in flight, by name."""
+        """Return every rollout in flight, by name."""
         return dict(self._rollouts.in_flight)
 
     def counts(self) -> Counts:
-        """The counts of this moment."""
+        """Return the counts of this moment."""
         return self._rollouts.counts()
 
     @property
@@ -329,7 +329,7 @@ class Ledger:
         return self._rollouts.reasons
 
     def terminal_statuses(self) -> list[tuple[object, ...]]:
-        """Every rollout that ended, in that order; for tests and reports."""
+        """Return every rollout that ended, in that order; for tests and reports."""
         return self.store.read("SELECT * FROM ended_rollouts")
 
     def flush(self, *, durably: bool = False) -> None:

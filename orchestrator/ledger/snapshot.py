@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from orchestrator.ledger.ledger import REST_KEY, Ledger
-from orchestrator.ledger.store import COLUMNS
 from orchestrator.rules.curriculum import Rest, success_of
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import EarlyStopDecision, Prompt, Sample, ScoredTrajectory
@@ -108,75 +107,62 @@ _prompts: Decoder[Prompt] = Decoder(Prompt)
 def read_snapshot(ledger: Ledger) -> Snapshot:
     """Read everything that an orchestrator needs to go on. Raises `LedgerError` for a ledger that was damaged."""
     with ledger.store.readable():
-        return _read_snapshot(ledger)
+        num_done = ledger.read_state("num_done", 0)
+        drawn, epoch, row = ledger.read_state("drawn", (-1, 0, 0))
+        scored = _scored(ledger, "step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE number IS NULL)")
+        names = {one.trajectory.rollout_id for one in scored}
+        rescored = [row for row in ledger.store.rows("samples") if row[0] in names]
+        interrupted = _interrupted(ledger)
+        return Snapshot(
+            num_done=num_done,
+            next_group_id=drawn + 1,
+            position=(epoch, row),
+            interrupted=interrupted,
+            scored=scored,
+            group_scored=frozenset(name for name, *_, is_scored in rescored if is_scored),
+            prm_scored=frozenset(name for name, *_, is_scored, _ in rescored if is_scored),
+            early_stops=_early_stops(ledger),
+            steps=read_steps(ledger, first=num_done),
+            num_assigned_groups=ledger.read_state("num_assigned", 0),
+            running_groups=frozenset({one.trajectory.group_id for one in scored} | {group.group_id for group in interrupted}),
+            deaths=ledger.read_state("deaths", {}),
+            evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
+        )
 
 
-def _read_snapshot(ledger: Ledger) -> Snapshot:
-    num_done = ledger.read_state("num_done", 0)
-    drawn, *position = ledger.read_state("drawn", (-1, 0, 0))
-    steps = _read_steps(ledger, first=num_done, end=None)
-    scored = _scored(ledger, "step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE number IS NULL)")
-    names = {one.trajectory.rollout_id for one in scored}
-    rescored = [(name, is_prm_scored, is_group_scored) for name, *_, is_prm_scored, is_group_scored in ledger.store.rows("samples")]
-    interrupted = _interrupted(ledger)
-    running = {scored_one.trajectory.group_id for scored_one in scored} | {group.group_id for group in interrupted}
-    return Snapshot(
-        num_done=num_done,
-        next_group_id=drawn + 1,
-        position=(position[0], position[1]),
-        interrupted=interrupted,
-        scored=scored,
-        group_scored=frozenset(name for name, _, is_scored in rescored if is_scored and name in names),
-        prm_scored=frozenset(name for name, is_scored, _ in rescored if is_scored and name in names),
-        early_stops=_early_stops(ledger),
-        steps=steps,
-        num_assigned_groups=ledger.read_state("num_assigned", 0),
-        running_groups=frozenset(running),
-        deaths=ledger.read_state("deaths", {}),
-        evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
-    )
-
-
-def read_steps(ledger: Ledger, *, first: int, end: int | None = None) -> dict[int, RecordedStep]:
+def read_steps(ledger: Ledger, *, first: int, end: int = 2**62) -> dict[int, RecordedStep]:
     """Read steps `first` .. `end` - 1 as they were packed and closed: a trainer that starts again is given these once more. Raises
     `LedgerError` for a ledger that was damaged.
     """
     with ledger.store.readable():
-        return _read_steps(ledger, first=first, end=end)
-
-
-def _read_steps(ledger: Ledger, *, first: int, end: int | None) -> dict[int, RecordedStep]:
-    bounds = (first, 2**62 if end is None else end)
-    between = f"step >= {bounds[0]} AND step < {bounds[1]}"
-    bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, between)}
-    rows: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    unpacked: dict[int, list[Sample]] = collections.defaultdict(list)
-    for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, position, rowid"):
-        sample = _sample(bodies[rollout_id], np.frombuffer(advantages, np.float32))
-        (unpacked[step] if row is None else rows[step][row]).append(sample)
-    closings = ledger.store.rows("steps", between)
-    closed = {step: (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}") for step, _, num_tokens, num_samples, seq in closings}
-    groups = collections.Counter(step for _, _, _, step, is_assigned in ledger.store.rows("groups", between) if is_assigned)
-    greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_assigned AND {between})"
-    baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
-    stopped = ledger.store.rows("samples", between.replace("step", "stopped_step"))
-    num_stopped = collections.Counter(row[COLUMNS["samples"].index("stopped_step")] for row in stopped)
-    steps = {
-        step: RecordedStep(
-            rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
-            unpacked=tuple(unpacked[step]),
-            groups=_groups((bodies[sample.trajectory.rollout_id] for sample in unpacked[step]), baselines=baselines),
-            num_groups=groups.get(step, 0),
-            num_stopped=num_stopped.get(step, 0),
-            quarantined_rows=ledger.quarantined_rows(step),
-            closed=closed.get(step),
-        )
-        for step in sorted(rows.keys() | unpacked.keys() | closed.keys() | groups.keys())
-    }
-    for step, num_rows, *_ in closings:
-        if len(steps[step].rows) != num_rows:
-            raise LedgerError(f"step {step} was closed with {num_rows} rows, but the ledger holds {len(steps[step].rows)} of them")
-    return steps
+        between = f"step >= {first} AND step < {end}"
+        greedy = f"step IS NULL AND group_id IN (SELECT group_id FROM groups WHERE is_assigned AND {between})"
+        baselines = {one.trajectory.group_id: one for one in _scored(ledger, greedy) if one.trajectory.is_greedy}
+        bodies = {one.trajectory.rollout_id: one for one in _scored(ledger, between)}
+        rows: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        unpacked: dict[int, list[Sample]] = collections.defaultdict(list)
+        for rollout_id, _, advantages, step, row, *_ in ledger.store.rows("samples", f"{between} ORDER BY step, row, position, rowid"):
+            sample = _sample(bodies[rollout_id], np.frombuffer(advantages, np.float32))
+            (unpacked[step] if row is None else rows[step][row]).append(sample)
+        stopped = f"stopped_step >= {first} AND stopped_step < {end}"
+        num_stopped = collections.Counter(step for *_, step, _, _ in ledger.store.rows("samples", stopped))
+        num_groups = collections.Counter(step for *_, step, is_assigned in ledger.store.rows("groups", between) if is_assigned)
+        closed = {step: values for step, *values in ledger.store.rows("steps", between)}
+        steps: dict[int, RecordedStep] = {}
+        for step in sorted({*rows, *unpacked, *closed, *num_groups}):
+            num_rows, num_tokens, num_samples, seq = closed.get(step, [None] * 4)
+            if num_rows is not None and len(rows[step]) != num_rows:
+                raise LedgerError(f"step {step} was closed with {num_rows} rows, but the ledger holds {len(rows[step])} of them")
+            steps[step] = RecordedStep(
+                rows=tuple(tuple(rows[step][number]) for number in sorted(rows[step])),
+                unpacked=tuple(unpacked[step]),
+                groups=_groups((bodies[sample.trajectory.rollout_id] for sample in unpacked[step]), baselines=baselines),
+                num_groups=num_groups[step],
+                num_stopped=num_stopped[step],
+                quarantined_rows=ledger.quarantined_rows(step),
+                closed=None if num_rows is None else (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}"),
+            )
+        return steps
 
 
 def read_resting(ledger: Ledger) -> dict[int, Rest]:
@@ -187,7 +173,7 @@ def read_resting(ledger: Ledger) -> dict[int, Rest]:
 
 
 def read_successes(ledger: Ledger, *, correct_reward: float, group_size: int) -> list[tuple[str, float]]:
-    """(prompt, part of its scored siblings that were correct) of every group that was completed and scored, in that order, and that
+    """Return (prompt, part of its scored siblings that were correct) of every group that was completed and scored, in that order, and that
     `read_resting` knows nothing of: all of them in a run that was begun without `data.difficulty`, or by an earlier version.
 
     Siblings from `group_size` on are greedy, and not counted.
@@ -227,7 +213,7 @@ def first_kept_step(ledger: Ledger) -> int:
 
 
 def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
-    """Recorded trajectories, each with its group's prompt, in the order in which they were scored."""
+    """Return recorded trajectories, each with its group's prompt, in the order in which they were scored."""
     rows = ledger.store.rows
     samples = [(name, group_id) for name, group_id, *_ in rows("samples", f"{where} ORDER BY rowid")]
     prompts = {
@@ -257,7 +243,7 @@ def _sample(scored: ScoredTrajectory, advantages: np.ndarray) -> Sample:
 
 
 def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
-    """Rollouts in flight that have no score."""
+    """Return the rollouts in flight that have no score."""
     scored = {rollout_id for (rollout_id,) in ledger.store.read("SELECT rollout_id FROM samples")}
     missing = {name: rollout for name, rollout in ledger.rollouts_in_flight().items() if name not in scored}
     wanted = {rollout.group_id for rollout in missing.values()}
@@ -274,7 +260,7 @@ def _interrupted(ledger: Ledger) -> tuple[InterruptedGroup, ...]:
 
 
 def _early_stops(ledger: Ledger) -> dict[tuple[str, int], EarlyStopDecision]:
-    """Decisions about the last attempt of each rollout in flight: an earlier attempt no longer counts."""
+    """Return the decisions about the last attempt of each rollout in flight: an earlier attempt no longer counts."""
     said = {name: rollout.early_stop for name, rollout in ledger.rollouts_in_flight().items()}
     decisions = {
         name: msgspec.json.decode(decision, type=tuple[int, EarlyStopDecision]) for name, decision in said.items() if decision is not None

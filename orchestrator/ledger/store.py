@@ -188,13 +188,13 @@ PRUNING = "DELETE /* what is over */ FROM "
 
 
 def writing(table: str) -> str:
-    """The statement that puts a row of a table, whose values are its columns, in place of one with the same key."""
+    """Return the statement that puts a row of a table, whose values are its columns, in place of one with the same key."""
     numbered = ", ".join(f"?{number}" for number in range(1, len(COLUMNS[table]) + 1))
     return f"INSERT OR REPLACE INTO {table} VALUES ({numbered}, row_checksum({numbered}))"
 
 
 def changing(table: str, *columns: str) -> str:
-    """The statement that changes columns of the row of a table with a key, which comes after their values."""
+    """Return the statement that changes columns of the row of a table with a key, which comes after their values."""
     names = COLUMNS[table]
     new = {name: f"?{number}" for number, name in enumerate(columns, start=1)}
     row = ", ".join(({name: name for name in names} | new).values())
@@ -206,7 +206,7 @@ class Store:
     """The database and what waits to be written to it. `path` None keeps it in memory."""
 
     def __init__(self, path: Path | None, *, fence: Callable[[], None] = lambda: None) -> None:
-        """`fence` is called before anything is written, and raises where a restarted run has taken over; see `pipelinerl.runtime.lease`."""
+        """Take `fence`, which is called before a write and raises where a restarted run has taken over (`pipelinerl.runtime.lease`)."""
         self._path = path
         self._fence = fence
         self._events: list[tuple[Any, ...]] = []
@@ -272,13 +272,13 @@ class Store:
                 raise self._failure from error
 
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Rows of a query, everything put before included."""
+        """Return the rows of a query, everything put before included."""
         self.flush()
         with self._lock, self.readable():
             return self._database.execute(query, values).fetchall()
 
     def rows(self, table: str, where: str = "TRUE", *values: Any) -> list[tuple[Any, ...]]:
-        """Rows of a table of `COLUMNS`, everything put before included. Raises `LedgerError` for one that is not as it was written."""
+        """Return rows of a table of `COLUMNS`, everything put before included. Raises `LedgerError` where one is not as it was written."""
         names = COLUMNS[table]
         found = self.read(f"SELECT {', '.join(names)}, checksum FROM {table} WHERE {where}", *values)
         for *row, said in found:
@@ -329,7 +329,7 @@ class Store:
                     raise ValueError(said)
 
     def _find_last(self) -> int:
-        """The number of the last event, which stands in two places."""
+        """Return the number of the last event, which stands in two places."""
         (last,) = self._database.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
         said = self._database.execute("SELECT value FROM state WHERE key = 'seq'").fetchone()
         if last != int(said[0] if said else 0):
@@ -349,7 +349,7 @@ def _definitions(database: sqlite3.Connection) -> list[tuple[str, str, str]]:
 
 
 def _batches(taken: list[tuple[str, tuple[Any, ...]]]) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
-    """Statements, each with rows one after the other; a table's in their order, and none moved over a pruning, which looks at several."""
+    """Yield statements with their rows, a table's in their order; none moves over a pruning, which looks at several tables."""
     for is_pruning, part in itertools.groupby(taken, key=lambda item: item[0].startswith(PRUNING)):
         items = list(part)
         if not is_pruning:
@@ -360,7 +360,7 @@ def _batches(taken: list[tuple[str, tuple[Any, ...]]]) -> Iterator[tuple[str, li
 
 @functools.cache
 def _place_of(statement: str) -> int:
-    """Place of a statement's table in `COLUMNS`: a table that refers to another comes after it."""
+    """Return the place of a statement's table in `COLUMNS`: a table that refers to another comes after it."""
     words = statement.split()
     return list(COLUMNS).index(words[1] if words[0] == "UPDATE" else words[words.index("INTO" if "INTO" in words else "FROM") + 1])
 

@@ -42,7 +42,7 @@ class Status:
         prm: Callable[[], dict[str, Any] | None] = lambda: None,
         environment: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """`num_booked()` tells how many steps are done, `refused()` what was turned away;
+        """Take `num_booked()`, which tells how many steps are done, `refused()` what was turned away;
         `prm()` and `environment()` the gauges of these, None where there is none."""
         self._journal = journal
         self._ledger = ledger

@@ -45,7 +45,7 @@ from pipelinerl.rewards.calls import reward_weights
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Exits with 1 where a function failed, or nothing could be tried."""
+    """Try rows, and exit with 1 where a function failed, or nothing could be tried."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.rescore", description=__doc__)
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -140,7 +140,7 @@ class Rescoring:
         print(flush=True)
 
     def say_end(self) -> None:
-        """The sum of it."""
+        """Print how many completions were tried, and how many have no reward."""
         failed = f"{self.num_failed:,} without a reward, see FAILED above" if self.num_failed else "every function answered"
         print(f"{self._num_shown:,} completions tried: {failed}")
 

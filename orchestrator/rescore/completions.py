@@ -49,7 +49,7 @@ class RescoredRow:
 
 
 def read_prompts(config: Config, *, encoder: TextEncoder, first: int, num: int) -> Iterator[tuple[str, Prompt]]:
-    """Rows of the data in their own order, the first source's where there are several: where each stands, and its prompt."""
+    """Yield rows of the data in their own order, the first source's where there are several: where each stands, and its prompt."""
     assert config.data.source is not None, "settings for a run name one"
     source = config.data.source if isinstance(config.data.source, str) else next(iter(config.data.source))
     rows = open_rows(config.data.model_copy(update={"source": source, "shuffle": False, "difficulty": None}), seed=config.run.seed)
@@ -68,7 +68,7 @@ def read_prompts(config: Config, *, encoder: TextEncoder, first: int, num: int) 
 
 
 def recorded(run_folder: Path, *, num: int) -> Iterator[RescoredRow]:
-    """The newest groups of a run, as they were sampled. Raises `LedgerError`, `DataError`."""
+    """Yield the newest groups of a run, as they were sampled. Raises `LedgerError`, `DataError`."""
     groups = read_recording(run_folder / "ledger.sqlite").groups[-num:]
     if not groups:
         raise DataError(f"{run_folder} has no recorded group: none was settled yet, or run.record_groups was 0")
@@ -117,7 +117,7 @@ def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int,
 
 
 def _after(rollout: Rollout, reply: Answer, reports: list[CallReport]) -> Rollout:
-    """The same once the environment has replied, where it is to be asked."""
+    """Return the rollout once the environment has replied, where it is to be asked."""
     if rollout.episode is None or rollout.episode.is_over:
         return rollout
     result, report = reply(environment_task(rollout.rollout_id, attempt=0, episode=rollout.episode))
@@ -152,7 +152,7 @@ class TypedCompletions:
 
 
 def column_of(prompt: Prompt, column: str, *, where: str) -> str:
-    """The text in a row's column. Raises `DataError`."""
+    """Return the text in a row's column. Raises `DataError`."""
     if column not in prompt.columns:
         raise DataError(f"{where} has no column {column!r}; it has {', '.join(prompt.columns) or 'none beside the prompt'}")
     value = prompt.columns[column]
@@ -160,7 +160,7 @@ def column_of(prompt: Prompt, column: str, *, where: str) -> str:
 
 
 def typed_texts(prompt: str) -> Iterator[str]:
-    """Texts that a person types, one after the other, each ended by an empty line; an empty one ends them."""
+    """Yield the texts that a person types, one after the other, each ended by an empty line; an empty one ends them."""
     while True:
         print(prompt, end="", file=sys.stderr, flush=True)
         lines = list(itertools.takewhile(str.strip, iter(sys.stdin.readline, "")))
@@ -193,7 +193,7 @@ class SampledCompletions:
         self._process.wait()
 
     def __call__(self, requests: Sequence[Generate]) -> list[Completion]:
-        """Raises `ConfigError` where the engine cannot serve the model, `EngineError` where it fails, `PeerGone` where it ended."""
+        """Have the engine complete these. Raises `ConfigError` where it cannot serve the model, `EngineError` and `PeerGone`."""
         self._channel.sendall(b"".join(frame(self._with_stops(request)) for request in requests))
         found: dict[str, Completion] = {}
         while len(found) < len(requests):

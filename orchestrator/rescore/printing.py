@@ -18,7 +18,7 @@ Decode = Callable[[list[int]], str]
 
 
 def print_prompt(row: RescoredRow, *, longest: int) -> Iterator[str]:
-    """The row's head: where it stands, the rendered prompt, its columns."""
+    """Yield the row's head: where it stands, the rendered prompt, its columns."""
     num_tokens = len(row.prompt.token_ids)
     room = "" if num_tokens <= longest else f", more than the {longest:,} that rollout.max_tokens leaves: a run passes over it"
     yield f"== {row.where}: prompt of {_count(num_tokens, 'token')}{room}{', rendered by the chat template' if row.prompt.chat else ''}"
@@ -30,7 +30,7 @@ def print_prompt(row: RescoredRow, *, longest: int) -> Iterator[str]:
 def print_member(
     scored: ScoredTrajectory, *, number: int, num: int, weights: Mapping[str, float], asked: Sequence[CallReport], decode: Decode
 ) -> Iterator[str]:
-    """One completion, and what each function said of it."""
+    """Yield one completion, and what each function said of it."""
     trajectory, score = scored.trajectory, scored.score
     yield f"-- completion {number} of {num}: {_count(trajectory.num_trained_tokens, 'token')}, finish {trajectory.finish}"
     yield from _said(trajectory, decode)
@@ -54,7 +54,7 @@ def print_member(
 
 
 def print_step_scores(said: StepScores) -> Iterator[str]:
-    """The process reward model's scores of one completion."""
+    """Yield the process reward model's scores of one completion."""
     yield f"   steps, by {said.version}:"
     for end, text, score, error in said.steps:
         verdict = f"{score:.4g}" if score is not None else f"FAILED: {error}"
@@ -66,7 +66,7 @@ def print_step_scores(said: StepScores) -> Iterator[str]:
 def print_advantages(
     credit: Sequence[Float32] | Filtered, members: Sequence[ScoredTrajectory], *, method: str, in_trainer: bool
 ) -> Iterator[str]:
-    """Print the advantages that the method gives the group."""
+    """Yield the advantages that the method gives the group."""
     if in_trainer:
         yield f"-- {method}: the trainer makes the advantages, from its reference or critic"
         return

@@ -126,7 +126,7 @@ def score_steps(config: Config, trajectories: list[Trajectory]) -> list[StepScor
 
 @contextlib.contextmanager
 def settings_file(config: Config) -> Iterator[Path]:
-    """The settings as a file in a folder of its own, for a process to read."""
+    """Write the settings to a file in a folder of its own, for a process to read."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-try-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(config.model_dump_json())

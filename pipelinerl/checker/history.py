@@ -102,12 +102,12 @@ def _entries(database: sqlite3.Connection, damage: list[str]) -> Iterator[Entry]
 
 
 def _damaged(database: sqlite3.Connection, table: str) -> Iterator[Any]:
-    """The keys of rows that are not as they were written."""
+    """Yield the keys of rows that are not as they were written."""
     return (row[0] for *row, said in database.execute(f"SELECT * FROM {table}") if said != checksum_of(row))
 
 
 def checksum_of(row: Iterable[Any]) -> int:
-    """XXH3-64 of the `repr` of a row as a tuple, bytes in it by their own XXH3-64; without its highest bit."""
+    """Return the XXH3-64 of the `repr` of a row as a tuple, bytes in it by their own XXH3-64; without its highest bit."""
     plain = tuple(xxhash.xxh3_64_intdigest(value) if isinstance(value, bytes) else value for value in row)
     return xxhash.xxh3_64_intdigest(repr(plain).encode()) & (1 << 63) - 1
 
@@ -127,7 +127,7 @@ _KINDS = {"schema": int, "checksum": str, "version": int, "num_samples": int, "c
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Raises `ValueError` where something is missing or of another kind."""
+    """Read a manifest. Raises `ValueError` where something is missing or of another kind."""
     manifest: Any = None
     try:
         manifest = json.loads(path.read_bytes())

@@ -39,7 +39,7 @@ class NotJson(ValueError):
 
 
 def json_value(value: Any) -> Any:
-    """The same in plain JSON. Raises `NotJson` naming what in it cannot be."""
+    """Return a value in plain JSON. Raises `NotJson` naming what in it cannot be."""
     return _converted(value, depth=0)
 
 
@@ -61,7 +61,7 @@ def _converted(value: Any, *, depth: int) -> Any:
 
 
 def _of_another_type(value: Any, *, depth: int) -> Any:
-    """Values that are not JSON's own, by the table above."""
+    """Return the JSON of a value that is not JSON's own, by the table above."""
     if isinstance(value, enum.Enum):
         return _converted(value.value, depth=depth + 1)
     if isinstance(value, np.generic):
@@ -90,7 +90,7 @@ def _of_another_type(value: Any, *, depth: int) -> Any:
 
 
 def _plain(item: Any, scalar: Any) -> Any:
-    """The value that a numpy scalar holds; some (dates of nanoseconds) hold nothing that Python has."""
+    """Return the value that a numpy scalar holds; some (dates of nanoseconds) hold nothing that Python has."""
     if type(item) is type(scalar) or (isinstance(scalar, np.datetime64 | np.timedelta64) and isinstance(item, int)):
         raise NotJson(f"a numpy {type(scalar).__name__} of more precision than Python has")
     return item

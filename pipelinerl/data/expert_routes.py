@@ -17,29 +17,29 @@ Table = npt.NDArray[np.unsignedinteger]
 
 
 def dtype_for(num_experts: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest type with room for so many experts and the mark of an unknown one."""
+    """Return the smallest type with room for so many experts and the mark of an unknown one."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
 def routes_of(table: Table) -> Routes:
-    """A table as it travels."""
+    """Return a table as it travels."""
     _, num_layers, top_k = table.shape
     experts = np.frombuffer(np.ascontiguousarray(table).tobytes(), np.uint8)
     return Routes(num_layers=num_layers, top_k=top_k, width=table.dtype.itemsize, experts=experts)
 
 
 def table_of(routes: Routes) -> Table:
-    """A table that travelled; it shares the memory of the message."""
+    """Return a table that travelled; it shares the memory of the message."""
     return routes.experts.view(f"<u{routes.width}").reshape(-1, routes.num_layers, routes.top_k)
 
 
 def unknown(table: Table) -> npt.NDArray[np.bool_]:
-    """[rows] true where a token's experts are not known."""
+    """Return [rows], true where a token's experts are not known."""
     return (table == np.iinfo(table.dtype).max).any((1, 2))
 
 
 def joined(parts: Sequence[Routes | None], *, lengths: Sequence[int]) -> Routes | None:
-    """Sequences of these lengths end to end, each filled up with unknown rows; None where nothing is known of any of them."""
+    """Return sequences of these lengths end to end, each filled up with unknown rows; None where nothing is known of any of them."""
     known = next((routes for routes in parts if routes is not None), None)
     if known is None:
         return None
@@ -55,7 +55,8 @@ def joined(parts: Sequence[Routes | None], *, lengths: Sequence[int]) -> Routes 
 
 
 def num_unrouted(routes: Routes | None, *, lengths: npt.NDArray[np.int32]) -> int:
-    """Tokens of a packed row of samples of these lengths whose experts are not known; the last of a sample, which has none, left out."""
+    """Return how many tokens of a packed row of samples of these lengths have unknown experts; the last of each sample has none, and is
+    left out."""
     if routes is None:
         return int(lengths.sum()) - len(lengths)
     return int(unknown(table_of(routes)).sum()) - len(lengths)

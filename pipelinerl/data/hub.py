@@ -27,7 +27,7 @@ _COMMAND = "On a machine with a network: hf download {options}{name}; then copy 
 
 
 def resolved(config: Config) -> Config:
-    """The settings with local folders in place of the Hub's names. Raises `ConfigError` for what is neither here nor to be had."""
+    """Return the settings with local folders in place of the Hub's names. Raises `ConfigError` for what is neither here nor to be had."""
     changes: dict[str, Any] = {}
     for name in ("model", "reference", "critic", "prm"):
         section = getattr(config, name)
@@ -40,20 +40,20 @@ def resolved(config: Config) -> Config:
 
 
 def model_folder(path: Path, *, key: str) -> Path:
-    """The folder of a model: `path`, or where the Hub's model of that name lies. Raises `ConfigError`."""
+    """Return the folder of a model: `path`, or where the Hub's model of that name lies. Raises `ConfigError`."""
     if path.exists() or not _NAME.fullmatch(str(path)):
         return path
     return _fetched(str(path), key=key, kind="model", patterns=_MODEL_FILES, needed=("config.json", "*.safetensors"))
 
 
 def is_dataset(source: str) -> bool:
-    """The text names a data set of the Hub, and nothing on this disk."""
+    """Return whether the text names a data set of the Hub, and nothing on this disk."""
     name = source.partition(":")[0]
     return bool(_NAME.fullmatch(name)) and not Path(name).exists() and Path(name).suffix not in _FILES
 
 
 def dataset_files(source: str, *, key: str = "data.source") -> list[Path]:
-    """The files of rows of `owner/name`, `owner/name:split`, or `owner/name:config/split`; default split: train. Raises `ConfigError`."""
+    """Return the files of `owner/name`, `owner/name:split`, or `owner/name:config/split`; default split: train. Raises `ConfigError`."""
     name, _, part = source.partition(":")
     config, _, split = part.rpartition("/")
     split = split or "train"
@@ -83,7 +83,7 @@ def _of_split(files: Sequence[str], *, declared: list[dict[str, Any]], config: s
 
 
 def _declared(folder: Path) -> list[dict[str, Any]]:
-    """The `configs` of a data set's card."""
+    """Return the `configs` of a data set's card."""
     from huggingface_hub import metadata_load
 
     card = folder / "README.md"
@@ -93,7 +93,7 @@ def _declared(folder: Path) -> list[dict[str, Any]]:
 
 
 def _fetched(name: str, *, key: str, kind: str, patterns: Sequence[str], needed: Sequence[str]) -> Path:
-    """The folder of what has this name, from the cache where all that is needed is there, else from the network."""
+    """Return the folder of what has this name, from the cache where all that is needed is there, else from the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -98,5 +98,5 @@ class Packing(Generic[S]):
 
 
 def cost_of(num_tokens: int) -> float:
-    """The cost of training a sample, in tokens of a short one: linear, and quadratic for attention."""
+    """Return the cost of training a sample, in tokens of a short one: linear, and quadratic for attention."""
     return num_tokens * (1 + num_tokens / ATTENTION_TOKENS)

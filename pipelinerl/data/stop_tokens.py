@@ -68,7 +68,7 @@ class StopTokens:
 
 
 def stop_tokens_of(folder: Path, *, tokenizer: Any = None, extra: Sequence[int] = ()) -> StopTokens:
-    """The stop tokens of a model folder, and `extra` ones (`rollout.stop_token_ids`); `tokenizer` is the folder's, where it is loaded.
+    """Return the stop tokens of a model folder, and `extra` ones (`rollout.stop_token_ids`); `tokenizer` is the folder's, if it is loaded.
 
     Raises `ConfigError` for a token that the model does not have, and for one that config.json names, that neither tokenizer nor template
     do, and that is ordinary text: completions would end in the middle of a word. Naming it in `extra` says that it is meant.
@@ -107,12 +107,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[int]:
-    """An id, a list of them or None, as Hugging Face's files have it."""
+    """Return the ids of an id, a list of them or None: Hugging Face's files have each."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 def _end_of_turn(tokenizer: Any) -> tuple[int | None, list[str]]:
-    """The first marker that the chat template writes behind an assistant's answer; and what is wrong with the template, if anything."""
+    """Return the first marker that the chat template writes behind an assistant's answer, and what is wrong with it, if anything."""
     if not tokenizer.chat_template:
         return None, []
     chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
@@ -127,7 +127,7 @@ def _end_of_turn(tokenizer: Any) -> tuple[int | None, list[str]]:
 
 
 def _markers(tokenizer: Any) -> set[int]:
-    """Tokens that stand for no ordinary text."""
+    """Return the tokens that stand for no ordinary text."""
     return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
 
 

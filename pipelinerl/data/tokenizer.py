@@ -20,7 +20,7 @@ _NO_ROW: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A Hugging Face tokenizer with its chat template.
+    """Return a Hugging Face tokenizer with its chat template.
 
     `AutoTokenizer` reads every tokenizer but imports torch: 5.4 s of CPU and 335 MB, against 1.2 s and 65 MB for the class that reads
     `tokenizer.json`, which encodes and decodes alike. So it serves only folders without that file. Raises `ConfigError`.
@@ -67,21 +67,21 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, *, options: ChatOptions | None = None) -> None:
-        """`tokenizer` is what `load_tokenizer` gives."""
+        """Take a `tokenizer` as `load_tokenizer` gives it."""
         self._tokenizer = tokenizer
         self._options = options or ChatOptions()
         self._prefix: list[int] | None = None
 
     def prompt(self, value: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any] = _NO_ROW) -> list[int]:
-        """The tokens of a row's prompt. Raises whatever a chat template raises for messages it refuses."""
+        """Return the tokens of a row's prompt. Raises whatever a chat template raises for messages it refuses."""
         return self.token_ids(self.text(value, row), is_chat=self.is_chat(value))
 
     def is_chat(self, value: str | Sequence[Mapping[str, Any]]) -> bool:
-        """The chat template writes this prompt."""
+        """Return whether the chat template writes this prompt."""
         return self._options.makes_chats or not isinstance(value, str)
 
     def text(self, value: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any] = _NO_ROW) -> str:
-        """The prompt as the model sees it: its text, or what the chat template makes of messages. Raises as `prompt`."""
+        """Return the prompt as the model sees it: its text, or what the chat template makes of messages. Raises as `prompt`."""
         if not self.is_chat(value):
             return str(value)
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
@@ -94,7 +94,7 @@ class TextEncoder:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **further))
 
     def _tools(self, row: Mapping[str, Any]) -> list[Any] | None:
-        """The tools of a row: those of the settings, or of its own column, where that holds some."""
+        """Return the tools of a row: those of the settings, or of its own column, where that holds some."""
         tools = self._options.tools
         if isinstance(tools, str):
             tools = row.get(tools)
@@ -102,18 +102,18 @@ class TextEncoder:
         return list(tools) if tools else None
 
     def token_ids(self, text: str, *, is_chat: bool) -> list[int]:
-        """The tokens of a prompt whose `text` is known."""
+        """Return the tokens of a prompt whose `text` is known."""
         token_ids = self.continuation(text)
         prefix = [] if is_chat else self._prefix_before(text, token_ids)
         begins_with_it = token_ids[: len(prefix)] == prefix
         return token_ids if begins_with_it else [*prefix, *token_ids]
 
     def continuation(self, text: str) -> list[int]:
-        """The tokens of a text that stands behind others. Markers in it, as of a chat template, are the tokens they stand for."""
+        """Return the tokens of a text that stands behind others. Markers in it, as of a chat template, are the tokens they stand for."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _prefix_before(self, text: str, token_ids: list[int]) -> list[int]:
-        """Tokens that the tokenizer puts before a text, found once: its own whole encoding, up to where `token_ids` begin."""
+        """Return the tokens that the tokenizer puts before a text, found once: its own whole encoding, up to where `token_ids` begin."""
         if self._prefix is None and token_ids:
             whole = self._tokenizer.encode(text, add_special_tokens=True)
             num_added = len(whole) - len(token_ids)
@@ -133,7 +133,7 @@ class Codec:
 
 
 def codec_of(tokenizer: Any, *, ends: Collection[int] = ()) -> Codec:
-    """`tokenizer` is what `load_tokenizer` gives; `ends` as in `decoder`."""
+    """Return both directions; `tokenizer` is what `load_tokenizer` gives, `ends` as in `decoder`."""
     return Codec(decoder(tokenizer, ends=ends), TextEncoder(tokenizer).continuation)
 
 

@@ -71,7 +71,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `CheckpointDamaged` where it is not as it was written, `ConfigError` where another version wrote it."""
+    """Read a manifest. Raises `CheckpointDamaged` where it is not as it was written, `ConfigError` where another version wrote it."""
     path = folder / MANIFEST
     content = read_content(folder)
     try:
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_content(folder: Path) -> dict[str, Any]:
-    """A manifest of any schema, without its checksum. Raises `CheckpointDamaged` where it is not as it was written."""
+    """Read a manifest of any schema, without its checksum. Raises `CheckpointDamaged` where it is not as it was written."""
     path = folder / MANIFEST
     try:
         content: Any = json.loads(path.read_bytes())
@@ -119,12 +119,12 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints of a folder that were written to their end, oldest first."""
+    """Return the checkpoints of a folder that were written to their end, oldest first."""
     return sorted(path for path in folder.glob("step-*") if not path.suffix and (path / MANIFEST).is_file())
 
 
 def newest_whole(folder: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """The newest checkpoint whose every byte is as it was written, and what is wrong with each newer one; None where there is none.
+    """Return the newest checkpoint whose every byte is as it was written, and what is wrong with each newer one; None where there is none.
 
     Sets nothing aside. Raises `ConfigError` where one is of another version of this program.
     """
@@ -152,7 +152,7 @@ def set_aside(checkpoint: Path, reason: str) -> None:
 
 
 def set_aside_before(folder: Path) -> tuple[Damage, ...]:
-    """The checkpoints that were set aside, before or after any restart, and that no newer one replaces."""
+    """Return the checkpoints that were set aside, before or after any restart, and that no newer one replaces."""
     found = ((_version_of(path), path / _REASON) for path in sorted(folder.glob("step-*.damaged")))
     return tuple(Damage(version=version, reason=path.read_text() if path.is_file() else "was damaged") for version, path in found)
 
@@ -173,13 +173,13 @@ def remove_older(folder: Path, *, keep: int) -> int:
 
 
 def oldest_kept(folder: Path, *, keep: int) -> int:
-    """The oldest version that a trainer may still start from."""
+    """Return the oldest version that a trainer may still start from."""
     found = complete(folder)
     return _version_of(found[0]) if len(found) >= keep else 0
 
 
 def name_of(version: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{version:06}"
 
 

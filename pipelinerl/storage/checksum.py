@@ -18,7 +18,7 @@ _POSITIVE = (1 << 63) - 1
 
 
 def of_file(path: Path) -> str:
-    """The XXH3-128 of a file's bytes, as 32 hexadecimal digits. Raises `OSError`."""
+    """Return the XXH3-128 of a file's bytes, as 32 hexadecimal digits. Raises `OSError`."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -27,12 +27,13 @@ def of_file(path: Path) -> str:
 
 
 def of_bytes(data: bytes) -> str:
-    """The XXH3-128 of bytes, as 32 hexadecimal digits."""
+    """Return the XXH3-128 of bytes, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def of_row(values: Iterable[Any]) -> int:
-    """63 bits of the XXH3-64 of a database row: of the `repr` of the tuple of its values (numbers, strings, None), bytes by their own."""
+    """Return 63 bits of the XXH3-64 of a database row: of the `repr` of the tuple of its values (numbers, strings, None), bytes by their
+    own."""
     row = tuple(values)
     if bytes in map(type, row):
         row = tuple(xxhash.xxh3_64_intdigest(value) if type(value) is bytes else value for value in row)

@@ -15,7 +15,7 @@ Schema 3 had checksums and numbers, and other names for the ledger's columns, it
 
 
 def refusal(found: object, *, what: str) -> str | None:
-    """Why `what`, whose number is `found`, cannot be used; None where it can."""
+    """Return why `what`, whose number is `found`, cannot be used; None where it can."""
     if found == SCHEMA:
         return None
     if not isinstance(found, int) or found > SCHEMA:

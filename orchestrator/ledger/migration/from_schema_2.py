@@ -23,12 +23,13 @@ _FATES = """
 
 
 def read_events(old: sqlite3.Connection) -> Iterable[Row]:
-    """Every entry, in order."""
+    """Yield every entry, in order."""
     return old.execute("SELECT * FROM events ORDER BY seq")
 
 
 def read_tables(old: sqlite3.Connection) -> dict[str, Iterable[Row]]:
-    """The rows of every table but `events`, as schema 3 would have kept them; raises `KeyError`, `ValueError` for what cannot be read."""
+    """Return the rows of every table but `events`, as schema 3 would have kept them. Raises `KeyError` and `ValueError` for what cannot be
+    read."""
     read = old.execute
     is_live = "group_id IN (SELECT group_id FROM groups WHERE prompt IS NOT NULL)"
     settled = "SELECT group_id, prompt, number, settled.step, is_placed FROM groups LEFT JOIN settled USING (group_id)"
@@ -74,7 +75,7 @@ def read_tables(old: sqlite3.Connection) -> dict[str, Iterable[Row]]:
 
 
 def _oldest(old: sqlite3.Connection) -> int:
-    """The newest checkpoint: schema 2 kept the rows of no step before it."""
+    """Return the newest checkpoint: schema 2 kept the rows of no step before it."""
     return old.execute("SELECT coalesce(max(step), 0) FROM events WHERE kind = 'saved' AND rollout_id IS NULL").fetchone()[0]
 
 
@@ -83,7 +84,7 @@ def _counts(old: sqlite3.Connection) -> Iterable[tuple[str, str, int]]:
 
 
 def _in_flight(old: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    """Rollouts in flight, and those that were when the run ended, in the order in which they were admitted."""
+    """Yield the rollouts in flight, and those that were when the run ended, in the order in which they were admitted."""
     fates = {name: (fate, reason) for name, fate, reason in old.execute(_FATES)}
     issued = "SELECT rollout_id, max(attempt), max(newest) FROM events WHERE kind = 'issued' AND rollout_id IS NOT NULL GROUP BY rollout_id"
     attempts = {name: (attempt, version) for name, attempt, version in old.execute(issued)}

@@ -70,18 +70,18 @@ _RENAMED_MESSAGES = {"Flag": "EarlyStopDecision", "Scored": "Score"}
 
 
 def read_events(old: sqlite3.Connection) -> Iterator[Row]:
-    """Every entry, in order. Raises `LedgerError` for one that is not as it was written."""
+    """Yield every entry, in order. Raises `LedgerError` for one that is not as it was written."""
     for *row, said in old.execute("SELECT * FROM events ORDER BY seq"):
         yield _checked(row, said, table="events")
 
 
 def read_tables(old: sqlite3.Connection) -> dict[str, Iterable[Row]]:
-    """The rows of every table but `events`. Raises `LedgerError` for one that is not as it was written."""
+    """Return the rows of every table but `events`. Raises `LedgerError` for one that is not as it was written."""
     return {table: _read(old, table) for table in _TABLES}
 
 
 def renamed_event(row: Row) -> Row:
-    """An entry as schema 4 has it."""
+    """Return an entry as schema 4 has it."""
     sequence, seconds, kind, *values = row
     kind, names = _KINDS.get(kind, (kind, {}))
     named = {names.get(name, _RENAMED_COLUMNS.get(name, name)): value for name, value in zip(_COLUMNS, values, strict=True)}
@@ -96,7 +96,7 @@ def renamed_event(row: Row) -> Row:
 
 
 def renamed_rows(table: str, rows: Iterable[Row]) -> tuple[str, Iterator[Row]]:
-    """A table and its rows as schema 4 has them."""
+    """Return a table and its rows as schema 4 has them."""
     change = {"state": _renamed_state, "in_flight": _renamed_in_flight, "groups": _renamed_body, "trajectories": _renamed_body}
     return _RENAMED_TABLES.get(table, table), map(change.get(table, tuple), rows)
 
@@ -115,13 +115,13 @@ def _renamed_in_flight(row: Row) -> Row:
 
 
 def _renamed_body(row: Row) -> Row:
-    """Both tables have the recorded message in their second column."""
+    """Rename the recorded message, which both tables have in their second column."""
     key, body, *rest = row
     return key, msgspec.msgpack.encode(_renamed_message(msgspec.msgpack.decode(body))), *rest
 
 
 def _renamed_message(value: Any) -> Any:
-    """Columns of tokens are extension types, which pass as they are; what a prompt's row holds has no `type` that is a message's."""
+    """Rename fields. Columns of tokens are extension types, which pass as they are; no `type` in a prompt's row is a message's."""
     if isinstance(value, list):
         return [_renamed_message(one) for one in value]
     if not isinstance(value, dict):
