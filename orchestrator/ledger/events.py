@@ -35,7 +35,7 @@ Every entry is `t` (seconds on the clock of the process that wrote it, see `bega
 from __future__ import annotations
 
 import math
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args, get_type_hints
 
 
 class Columns(TypedDict, total=False):
@@ -67,6 +67,8 @@ class Columns(TypedDict, total=False):
 
 
 NAMES = tuple(Columns.__annotations__)
+SQL_TYPES = {name: {int: "INTEGER", float: "REAL", str: "TEXT"}[get_args(kind)[0]] for name, kind in get_type_hints(Columns).items()}
+"""SQLite's type of each column."""
 
 
 def values_of(columns: Columns) -> tuple[Any, ...]:

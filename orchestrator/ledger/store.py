@@ -40,54 +40,17 @@ PAGE_BYTES = 1 << 14
 """A trajectory of a thousand tokens in one or two pages, not five: half the time of writing it."""
 _EVENT = f"INSERT INTO events VALUES ({', '.join('?' * (len(events.NAMES) + 4))})"
 
-COLUMNS = {
-    "state": ("key", "value"),
-    "counts": ("status", "reason", "number"),
-    "in_flight": ("rollout_id", "group_id", "prompt_id", "attempt", "version", "early_stop", "revives"),
-    "groups": ("group_id", "prompt", "number", "step", "is_assigned"),
-    "samples": (
-        *("rollout_id", "group_id", "advantages", "step", "row", "position"),
-        *("stopped_step", "is_prm_scored", "is_group_scored"),
-    ),
-    "trajectories": ("rollout_id", "scored"),
-    "steps": ("step", "num_rows", "num_tokens", "num_samples", "seq"),
-    "checkpoints": ("version", "commit_id"),
-    "evaluations": ("version", "reward"),
-    "drawn": ("group_id", "prompt_id", "epoch", "row"),
-    "completed": ("number", "group_id", "step", "is_assigned"),
-}
-"""Columns of every table but `events`, without the checksum, which is the last one and is of these."""
 _SEARCHED = ("state", "counts", "in_flight", "groups", "samples", "steps", "checkpoints", "evaluations")
 """Tables in which a row might be missing without anybody asking for it by name."""
 
+_EVENT_COLUMNS = "\n".join(f"    {name:<14} {events.SQL_TYPES[name]}," for name in events.NAMES)
 _SCHEMA = f"""
 CREATE TABLE ledger (id TEXT NOT NULL) STRICT;
 CREATE TABLE events (
     seq            INTEGER PRIMARY KEY,
     t              REAL NOT NULL,
     kind           TEXT NOT NULL,
-    rollout_id     TEXT,
-    group_id       INTEGER,
-    prompt_id      TEXT,
-    attempt        INTEGER,
-    step           INTEGER,
-    row            INTEGER,
-    position       INTEGER,
-    turn           INTEGER,
-    prm_step       INTEGER,
-    peer           TEXT,
-    reason         TEXT,
-    reward         REAL,
-    score          REAL,
-    version        INTEGER,
-    oldest_version INTEGER,
-    newest_version INTEGER,
-    num_tokens     INTEGER,
-    num_rows       INTEGER,
-    num_samples    INTEGER,
-    commit_id      TEXT,
-    suspect        TEXT,
-    data           TEXT,
+{_EVENT_COLUMNS}
     checksum       INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX events_of_run ON events (kind, step) WHERE rollout_id IS NULL;
@@ -182,6 +145,17 @@ CREATE VIEW ended_rollouts AS
     ORDER BY e.seq;
 """
 
+
+def _columns() -> dict[str, tuple[str, ...]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(_SCHEMA)
+        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT IN ('ledger', 'events') ORDER BY rowid"
+        names = [table for (table,) in fresh.execute(tables)]
+        return {table: tuple(name for _, name, *_ in fresh.execute(f"PRAGMA table_info({table})"))[:-1] for table in names}
+
+
+COLUMNS = _columns()
+"""Columns of every table but `events`, without the checksum, which is the last one and is of these; in the order of the schema."""
 
 PRUNING = "DELETE /* what is over */ FROM "
 """Beginning of a statement that removes rows of a table by what stands in others."""

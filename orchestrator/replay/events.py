@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.ledger.events import NAMES
 from orchestrator.replay.recorded import open_ledger
 from pipelinerl.errors import LedgerError
 from pipelinerl.observe.lines import read_journal
@@ -21,21 +22,7 @@ loop. A larger value would have it answer later than it did; a smaller one would
 """
 _APART_S = 5e-6
 """The time between two turns; several times the resolution of simulated time."""
-_COLUMNS: tuple[str, ...] = (
-    "t",
-    "kind",
-    "rollout_id",
-    "group_id",
-    "prompt_id",
-    "attempt",
-    "step",
-    "row",
-    "position",
-    "peer",
-    "reason",
-    "version",
-    "num_tokens",
-)
+_COLUMNS = ("t", "kind", *NAMES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
