@@ -130,8 +130,7 @@ class Progress:
         turns = [float(len(trajectory.turns.starts)) for trajectory in trajectories if trajectory.turns is not None]
         lengths = np.array([trajectory.num_trained_tokens for trajectory in trajectories] or [0])
         parts = split([trajectory.versions for trajectory in trajectories], trained_version=done.step)
-        in_flight, in_queue = parts.in_flight, parts.in_queue
-        ages = in_flight + in_queue
+        ages = parts.in_flight + parts.in_queue
         counts = np.bincount(ages)  # a step trains no token younger than itself
         repeated = repeated_fraction([trajectory.token_ids[trajectory.loss_mask] for trajectory in trajectories])
         return {
@@ -151,13 +150,10 @@ class Progress:
             **({"repeated_fraction": repeated} if repeated is not None else {}),
             "zero_variance_fraction": step.num_flat_groups / max(1, step.num_groups),
             "staleness": {str(age): int(count) for age, count in enumerate(counts) if count},
-            "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-            "staleness_max": int(ages.max()) if len(ages) else 0,
+            **_mean_and_most("staleness", ages),
             "staleness_min": int(ages.min()) if len(ages) else 0,
-            "staleness_in_flight_mean": float(in_flight.mean()) if len(ages) else 0.0,
-            "staleness_in_flight_max": int(in_flight.max()) if len(ages) else 0,
-            "staleness_in_queue_mean": float(in_queue.mean()) if len(ages) else 0.0,
-            "staleness_in_queue_max": int(in_queue.max()) if len(ages) else 0,
+            **_mean_and_most("staleness_in_flight", parts.in_flight),
+            **_mean_and_most("staleness_in_queue", parts.in_queue),
             "kv_recomputed_tokens": self._num_recomputed,
             "filtered_groups": step.num_filtered,
             "unfiltered_groups": step.num_unfiltered,
@@ -167,6 +163,11 @@ class Progress:
             "trainer": done.metrics,
             "elapsed_s": now_s - self.started_s,
         }
+
+
+def _mean_and_most(name: str, ages: np.ndarray) -> dict[str, float]:
+    """Return two figures of the ages of tokens, 0 where there is no token."""
+    return {f"{name}_mean": float(ages.mean()) if len(ages) else 0.0, f"{name}_max": int(ages.max(initial=0))}
 
 
 def _mean(values: list[float] | list[bool]) -> float:

@@ -22,70 +22,56 @@ EVERY_S = 0.5
 """Seconds between two lines. A shorter time makes the journal grow; a longer one makes the live view lag."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """Writes `status` lines until cancelled, and flushes the ledger beside them."""
 
-    def __init__(
-        self,
-        *,
-        journal: Journal,
-        ledger: Ledger,
-        admission: Admission,
-        engines: Engines,
-        scorers: Scorers,
-        channels: list[Channel[Any]],
-        refused: Callable[[], dict[str, int]],
-        watch: Watch,
-        progress: Progress,
-        num_steps: int,
-        num_booked: Callable[[], int],
-        prm: Callable[[], dict[str, Any] | None] = lambda: None,
-        environment: Callable[[], dict[str, Any] | None] = lambda: None,
-    ) -> None:
-        """Take `num_booked()`, which tells how many steps are done, `refused()` what was turned away;
-        `prm()` and `environment()` the gauges of these, None where there is none."""
-        self._journal = journal
-        self._ledger = ledger
-        self._admission = admission
-        self._engines = engines
-        self._scorers = scorers
-        self._channels = channels
-        self._refused = refused
-        self._watch = watch
-        self._progress = progress
-        self._num_steps = num_steps
-        self._num_booked = num_booked
-        self._prm = prm
-        self._environment = environment
+    journal: Journal
+    ledger: Ledger
+    admission: Admission
+    engines: Engines
+    scorers: Scorers
+    channels: list[Channel[Any]]
+    refused: Callable[[], dict[str, int]]
+    """The callback counts what was turned away, by reason."""
+    watch: Watch
+    progress: Progress
+    num_steps: int
+    num_booked: Callable[[], int]
+    """The callback returns how many steps are done."""
+    prm: Callable[[], dict[str, Any] | None] = lambda: None
+    """The callback returns the gauges of the process reward model; None in a run without one."""
+    environment: Callable[[], dict[str, Any] | None] = lambda: None
+    """The callback returns the gauges of the environment; None in a run without one."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._journal.write("status", **self.gauges(now_s=loop.time()))
-            await loop.run_in_executor(None, self._ledger.flush)
+            self.journal.write("status", **self.gauges(now_s=loop.time()))
+            await loop.run_in_executor(None, self.ledger.flush)
             await asyncio.sleep(EVERY_S)
 
     def gauges(self, *, now_s: float) -> dict[str, Any]:
         """Return all gauges of this moment, as plain values."""
-        rollouts = self._ledger.counts()
+        rollouts = self.ledger.counts()
         if not rollouts.holds:
             raise RuntimeError(f"conservation is broken: {rollouts}")
-        last = self._progress.last_step
+        last = self.progress.last_step
         return {
-            "version": self._admission.version,
-            "step": self._num_booked(),
-            "num_steps": self._num_steps,
-            "groups_running": self._admission.running,
-            "groups_accepted": self._admission.accepted,
-            "max_running": self._admission.max_running,
+            "version": self.admission.version,
+            "step": self.num_booked(),
+            "num_steps": self.num_steps,
+            "groups_running": self.admission.running,
+            "groups_accepted": self.admission.accepted,
+            "max_running": self.admission.max_running,
             "rollouts": dataclasses.asdict(rollouts),
-            "reasons": dict(self._ledger.reasons),
-            "generated_tokens": sum(engine.load.num_tokens for engine in self._engines if engine.load),
-            "trained_tokens": self._progress.num_trained_tokens,
-            "engines": [_plain(engine.load) for engine in self._engines if engine.load],
-            "scorers": [_plain(scorer.load) for scorer in self._scorers if scorer.load],
-            "prm": self._prm(),
-            "environment": self._environment(),
+            "reasons": dict(self.ledger.reasons),
+            "generated_tokens": sum(engine.load.num_tokens for engine in self.engines if engine.load),
+            "trained_tokens": self.progress.num_trained_tokens,
+            "engines": [_plain(engine.load) for engine in self.engines if engine.load],
+            "scorers": [_plain(scorer.load) for scorer in self.scorers if scorer.load],
+            "prm": self.prm(),
+            "environment": self.environment(),
             "queues": {
                 channel.name: {
                     "items": len(channel),
@@ -93,16 +79,16 @@ class Status:
                     "bound_bytes": channel.bound_bytes,
                     "num_items_total": channel.num_items_ever,
                 }
-                for channel in self._channels
+                for channel in self.channels
             },
-            "refused": self._refused(),
-            "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self._watch.waits()],
-            "waited_s": self._watch.all_waited_s(),
+            "refused": self.refused(),
+            "waits": [{"stage": wait.stage, "what": wait.what, "seconds": now_s - wait.since} for wait in self.watch.waits()],
+            "waited_s": self.watch.all_waited_s(),
             "reward_mean": last.get("reward_mean"),
             "staleness_mean": last.get("staleness_mean"),
             "staleness_max": last.get("staleness_max"),
-            "last_pause_s": self._progress.last_pause_s,
-            "elapsed_s": now_s - self._progress.started_s,
+            "last_pause_s": self.progress.last_pause_s,
+            "elapsed_s": now_s - self.progress.started_s,
             "memory_bytes": _resident_bytes(),
         }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -26,6 +28,11 @@ errors = Console(stderr=True)
 ConfigFile = Annotated[Path, typer.Argument(help="TOML file with the sections model, data, reward, ...", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, in TOML syntax", show_default=False)]
 RunFolder = Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo-20260101-120000", show_default=False)]
+
+
+def exit_as(module: str, *arguments: object) -> NoReturn:
+    """Run one of our programs as a process of its own, and exit with its code."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", module, *map(str, arguments)]))
 
 
 def _print_version(is_asked: bool) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.app import Overrides, RunFolder, console
+from pipelinerl.cli.app import Overrides, RunFolder, console, exit_as
 
 commands = typer.Typer()
 PANEL = "Look at a run"
@@ -99,7 +97,7 @@ def ledger(
 @commands.command(rich_help_panel=PANEL)
 def check(run_folder: RunFolder) -> None:
     """Judge a run by its ledger and its checkpoints: nothing lost, nothing trained twice, nothing too old."""
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(run_folder)]))
+    exit_as("pipelinerl.checker", run_folder)
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -115,8 +113,7 @@ def replay(
     After a change of `rewards.py`: `pipelinerl replay RUN --stage scoring`. With other settings than the run's:
     `pipelinerl replay RUN --stage scoring --stage batching 'reward=[{function="other.py:reward"}]' algorithm.name=dapo`.
     """
-    stages = [f"--stage={name}" for name in stage or ["scoring"]]
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.replay", str(run_folder), *(overrides or []), *stages]))
+    exit_as("orchestrator.replay", run_folder, *(overrides or []), *(f"--stage={name}" for name in stage or ["scoring"]))
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -126,9 +123,7 @@ def export(
     adapter: Annotated[bool, typer.Option(help="the LoRA adapter by itself, as PEFT and vLLM load it")] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder, which transformers and vLLM load."""
-    command = [sys.executable, "-m", "trainer.export", "--run-folder", str(run_folder), "--output", str(output)]
-    command += ["--adapter"] if adapter else []
-    raise typer.Exit(subprocess.call(command))
+    exit_as("trainer.export", "--run-folder", run_folder, "--output", output, *(["--adapter"] if adapter else []))
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -137,4 +132,4 @@ def migrate(run_folder: RunFolder) -> None:
 
     The run must have ended. Its old ledger stays beside the new one.
     """
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "orchestrator.ledger.migration", str(run_folder)]))
+    exit_as("orchestrator.ledger.migration", run_folder)

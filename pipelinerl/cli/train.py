@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from pipelinerl.cli.app import ConfigFile, Overrides, console
+from pipelinerl.cli.app import ConfigFile, Overrides, console, exit_as
 from pipelinerl.cli.start import print_plan, train
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
@@ -92,16 +92,15 @@ def try_out(
     ]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)}: a row is tried with one of them. Leave the others out")
-    command = [sys.executable, "-m", "orchestrator.rescore", str(config_file), *(overrides or []), f"--rows={rows}", f"--first={first}"]
-    command += [f"--completion={text}" for text in completion or ()] + ([f"--column={column}"] if column else [])
-    command += ([f"--run={recorded}"] if recorded else []) + [f"--sample={sample}"]
-    raise typer.Exit(subprocess.call(command))
+    options = [f"--completion={text}" for text in completion or ()] + ([f"--column={column}"] if column else [])
+    options += ([f"--run={recorded}"] if recorded else []) + [f"--sample={sample}", f"--rows={rows}", f"--first={first}"]
+    exit_as("orchestrator.rescore", config_file, *(overrides or []), *options)
 
 
 @commands.command(rich_help_panel=PANEL)
 def sft(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Warm-start: train the model on prompts and completions (section `sft`), with the trainer that RL uses."""
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "trainer.sft", str(config_file), *(overrides or [])]))
+    exit_as("trainer.sft", config_file, *(overrides or []))
 
 
 @commands.command(rich_help_panel=PANEL)
