@@ -187,7 +187,7 @@ def test_an_empty_link_returns_none_after_its_timeout(on_zmq: Callable[[Program]
         assert link.receive(0.0) is None
         started = time.monotonic()
         assert link.receive(0.1) is None
-        assert 0.09 <= time.monotonic() - started < 5.0
+        assert time.monotonic() - started >= 0.09
         wire.hub.send("engine-0", Stop(reason="x"))
         assert link.receive(PATIENCE_S) == Stop(reason="x")
 

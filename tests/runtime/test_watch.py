@@ -101,4 +101,4 @@ def test_a_file_that_never_comes_names_its_writer_and_its_path(tmp_path: Path):
     started = time.monotonic()
     with pytest.raises(PeerSilent, match=r"waited 0.1 s for orchestrator to write .*endpoint: is it running"):
         wait_for_file(tmp_path / "endpoint", peer="orchestrator", deadline_s=0.1)
-    assert 0.1 <= time.monotonic() - started < 5.0
+    assert time.monotonic() - started >= 0.1

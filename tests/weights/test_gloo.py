@@ -66,7 +66,7 @@ def fetch_whole(trainer: Trainer) -> bool:
     return bool(payload.data.eq(7).all())
 
 
-@pytest.mark.parametrize(("how", "deadline_s"), [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 1.0)], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("how", "deadline_s"), [(signal.SIGKILL, 100.0), (signal.SIGSTOP, 1.0)], ids=["killed", "stopped"])
 def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: Trainer, how: signal.Signals, deadline_s: float):
     def stop_it(manifest: Manifest) -> torch.Tensor:
         assert trainer.process.pid is not None
@@ -76,7 +76,7 @@ def test_a_trainer_that_stops_half_way_is_an_error_within_the_deadline(trainer: 
     started = time.monotonic()
     with pytest.raises(WeightsError, match=r"cannot fetch a policy from the trainer at 127.0.0.1:\d+, weight buffer 0: .*; not taken"):
         gloo.receiver(deadline_s=deadline_s).fetch(trainer.buffer, trainer.digest, stop_it)
-    assert time.monotonic() - started < 15.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_an_engine_that_dies_half_way_holds_up_no_other_and_can_come_again(trainer: Trainer):
