@@ -64,6 +64,7 @@ class _Pending:
         return self.request.task.prompt.prompt_id
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Scorers:
     """The scorers that do tasks; every task gets one result, however many scorers die over it.
 
@@ -75,56 +76,47 @@ class Scorers:
     that are asked for again wait in a queue of their own.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        *,
-        expected: int,
-        ledger: Ledger,
-        watch: Watch,
-        quarantine: Quarantine,
-        score_check: ScoreCheck | None = None,
-        announcement_check: AnnouncementCheck | None = None,
-        first_request_id: int = 0,
-    ) -> None:
-        """Take the checks of answers and announcements; without them every message is believed except for its sender's identity.
+    peers: Peers
+    _: dataclasses.KW_ONLY
+    expected: int
+    ledger: Ledger
+    watch: Watch
+    quarantine: Quarantine
+    score_check: ScoreCheck | None = None
+    """The check of answers; without it, and without the next, every message is believed except for its sender's identity."""
+    announcement_check: AnnouncementCheck | None = None
+    first_request_id: int = 0
+    """A number above all that an earlier orchestrator of this run used."""
+    changed: Signal = dataclasses.field(default_factory=Signal)
+    """Set when a scorer announces itself or answers: there may be room."""
+    num_fenced: int = 0
+    _scorers: dict[int, Scorer] = dataclasses.field(default_factory=dict)
+    _request_ids: Iterator[int] = dataclasses.field(init=False)
+    _pending: dict[int, _Pending] = dataclasses.field(default_factory=dict)
+    _lines: dict[str, asyncio.Lock] = dataclasses.field(default_factory=lambda: collections.defaultdict(asyncio.Lock))
+    """The locks that give the right to send next, by stage."""
+    _fenced: dict[str, FencedRequests] = dataclasses.field(default_factory=lambda: collections.defaultdict(FencedRequests))
+    """The fenced requests by peer, of all its processes."""
+    _suspects: set[str] = dataclasses.field(default_factory=set)
+    """Prompts for a scorer that could not be sent to: it is dying."""
+    _not_taken: dict[str, Violation] = dataclasses.field(default_factory=dict)
+    """The violation in the announcement of a peer, by its name."""
 
-        `first_request_id` is above all numbers that an earlier orchestrator of this run used.
-        """
-        self.peers = peers
-        self.changed = Signal()
-        """Set when a scorer announces itself or answers: there may be room."""
-        self.num_fenced = 0
-        self._expected = expected
-        self._ledger = ledger
-        self._watch = watch
-        self._quarantine = quarantine
-        self._score_check = score_check
-        self._announcement_check = announcement_check
-        self._scorers: dict[int, Scorer] = {}
-        self._request_ids = itertools.count(first_request_id)
-        self._pending: dict[int, _Pending] = {}
-        self._lines: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
-        """The locks that give the right to send next, by stage."""
-        self._fenced: dict[str, FencedRequests] = collections.defaultdict(FencedRequests)
-        """The fenced requests by peer, of all its processes."""
-        self._suspects: set[str] = set()
-        """Prompts for a scorer that could not be sent to: it is dying."""
-        self._not_taken: dict[str, Violation] = {}
-        """The violation in the announcement of a peer, by its name."""
-        watch.explain(self._owed)
-        peers.on(ScorerReady, self._on_ready)
-        peers.on(ScorerLoad, self._on_load)
-        peers.on(Result, self._on_result)
-        peers.on(Unread, self._on_unread)
-        peers.on_condemned(self._on_condemned)
+    def __post_init__(self) -> None:
+        self._request_ids = itertools.count(self.first_request_id)
+        self.watch.explain(self._owed)
+        self.peers.on(ScorerReady, self._on_ready)
+        self.peers.on(ScorerLoad, self._on_load)
+        self.peers.on(Result, self._on_result)
+        self.peers.on(Unread, self._on_unread)
+        self.peers.on_condemned(self._on_condemned)
 
     def __iter__(self) -> Iterator[Scorer]:
         return iter(self._scorers.values())
 
     async def wait_until_ready(self) -> None:
         """Wait until every scorer of the config has announced itself."""
-        while len(self._scorers) < self._expected:
+        while len(self._scorers) < self.expected:
             await self.changed.wait()
 
     @property
@@ -143,10 +135,10 @@ class Scorers:
             async with self._lines[line]:
                 if line == _REPEATS:
                     await self._wait_to_repeat(task)
-                    if max_lost is None and self._quarantine.holds(task.prompt.prompt_id):
+                    if max_lost is None and self.quarantine.holds(task.prompt.prompt_id):
                         return _failed(QUARANTINED)
                 elif not self.has_room:
-                    with self._watch.waiting(by, "room in a scorer"):
+                    with self.watch.waiting(by, "room in a scorer"):
                         while not self.has_room:
                             await self.changed.wait()
                 pending = self._send(task, is_held_out=max_lost is not None)
@@ -163,14 +155,14 @@ class Scorers:
     async def _wait_to_repeat(self, task: ScorerTask) -> None:
         """Wait for room beside no other suspect, or until the prompt is quarantined."""
         prompt_id = task.prompt.prompt_id
-        while not self._quarantine.holds(prompt_id) and (not self.has_room or self._waits_for_another(prompt_id)):
+        while not self.quarantine.holds(prompt_id) and (not self.has_room or self._waits_for_another(prompt_id)):
             await self.changed.wait()
 
     def _waits_for_another(self, prompt_id: str) -> bool:
-        if not self._quarantine.is_suspect("scorer", prompt_id):
+        if not self.quarantine.is_suspect("scorer", prompt_id):
             return False
         others = {pending.prompt_id for pending in self._pending.values() if not pending.is_held_out} - {prompt_id}
-        return any(self._quarantine.is_suspect("scorer", other) for other in others)
+        return any(self.quarantine.is_suspect("scorer", other) for other in others)
 
     def _send(self, task: ScorerTask, *, is_held_out: bool) -> _Pending:
         """Send to the scorer with the most room."""
@@ -233,11 +225,11 @@ class Scorers:
         self.changed.set()
 
     def _wrong(self, peer: str, ready: ScorerReady) -> Violation | None:
-        if number_of(peer) >= self._expected:
+        if number_of(peer) >= self.expected:
             return Violation(
-                kind=Kind.IDENTITY, words=f"ScorerReady of {peer}, expected one of the first {self._expected}, which run rewards"
+                kind=Kind.IDENTITY, words=f"ScorerReady of {peer}, expected one of the first {self.expected}, which run rewards"
             )
-        return None if self._announcement_check is None else self._announcement_check.scorer(ready)
+        return None if self.announcement_check is None else self.announcement_check.scorer(ready)
 
     def _on_condemned(self, peer: str, is_banned: bool) -> None:
         """Give no more work to a scorer that keeps committing violations, or has failed; its tasks are repeated once another is there."""
@@ -254,10 +246,10 @@ class Scorers:
         if scorer.is_condemned:
             return
         for prompt_id in sorted(suspects):
-            self._ledger.record("suspected", now_s=_now_s(), peer=scorer.peer, suspect=row_of(prompt_id))
-        for row in self._quarantine.died("scorer", suspects):
-            self._ledger.record("quarantined", now_s=_now_s(), peer=scorer.peer, suspect=row)
-        self._ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
+            self.ledger.record("suspected", now_s=_now_s(), peer=scorer.peer, suspect=row_of(prompt_id))
+        for row in self.quarantine.died("scorer", suspects):
+            self.ledger.record("quarantined", now_s=_now_s(), peer=scorer.peer, suspect=row)
+        self.ledger.flush()  # seldom, and it must outlive this process: the prompt may be what ends that, too
 
     def _on_load(self, peer: str, load: ScorerLoad) -> None:
         if (violation := gauges(load)) is not None:
@@ -275,23 +267,23 @@ class Scorers:
         if pending is None or pending.scorer.peer != peer:
             self._on_unawaited(peer, result)
             return
-        if self._score_check is not None and (violation := self._score_check.answer(result, pending.request.task)) is not None:
+        if self.score_check is not None and (violation := self.score_check.answer(result, pending.request.task)) is not None:
             self._end(pending, violation)
             self.peers.refuse(peer, violation)
             return
         if len(result.error) > MAX_WORDS:
             result = msgspec.structs.replace(result, error=shorten(result.error))
         self._end(pending, result)
-        self._watch.moved()
+        self.watch.moved()
         self._clear(pending)
 
     def _clear(self, pending: _Pending) -> None:
         """Clear a suspect whose tasks a scorer has all done."""
-        if pending.is_held_out or not self._quarantine.is_suspect("scorer", pending.prompt_id):
+        if pending.is_held_out or not self.quarantine.is_suspect("scorer", pending.prompt_id):
             return
         if not any(other.prompt_id == pending.prompt_id for other in self._pending.values()):
-            self._quarantine.came_through("scorer", pending.prompt_id)
-            self._ledger.record("cleared", now_s=_now_s(), peer="scorer", suspect=row_of(pending.prompt_id))
+            self.quarantine.came_through("scorer", pending.prompt_id)
+            self.ledger.record("cleared", now_s=_now_s(), peer="scorer", suspect=row_of(pending.prompt_id))
 
     def _on_unread(self, peer: str, unread: Unread) -> None:
         """Ask again for an answer that cannot be read."""

@@ -75,6 +75,7 @@ def early_stopping(config: Config, *, engines: Writers) -> EarlyStopping | None:
 class _Trace:
     """One attempt of a rollout: the tokens known so far, and the model's scores of its steps."""
 
+    rollout_id: str
     attempt: int
     prompt_token_ids: Int32
     token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
@@ -166,7 +167,7 @@ class PrmScoring:
         trace = self._trace(request.rollout_id, request.attempt, request.token_ids)
         if trace.is_done or tokens.start != len(trace.token_ids):
             return
-        self._send(request.rollout_id, trace, tokens.token_ids, is_last=False)
+        self._send(trace, tokens.token_ids, is_last=False)
 
     async def _pass_on(self) -> None:
         async for trajectory in self.generated:
@@ -194,7 +195,7 @@ class PrmScoring:
         trace = self._complete(scored.trajectory)
         trace.waiting = scored
         self._audit(scored, trace)
-        self._finish(scored.trajectory.rollout_id, trace)
+        self._finish(trace)
 
     def _complete(self, trajectory: Trajectory) -> _Trace:
         """Send the rest of a finished trajectory."""
@@ -202,7 +203,7 @@ class PrmScoring:
         if not trace.is_whole:
             rest = trajectory.token_ids[len(trajectory.prompt.token_ids) + len(trace.token_ids) :]
             trace.is_whole = True
-            self._send(trajectory.rollout_id, trace, rest, is_last=True)
+            self._send(trace, rest, is_last=True)
         return trace
 
     def _trace_of(self, trajectory: Trajectory) -> _Trace:
@@ -215,10 +216,11 @@ class PrmScoring:
         if trace is None or trace.attempt < attempt:
             self._forget(rollout_id)
             decision = self.decisions.get((rollout_id, attempt))
-            trace = self._traces[rollout_id] = _Trace(attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
+            trace = _Trace(rollout_id=rollout_id, attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
+            self._traces[rollout_id] = trace
         return trace
 
-    def _send(self, rollout_id: str, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
+    def _send(self, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
         if trace.is_done:
             return
         start = len(trace.token_ids)
@@ -226,7 +228,7 @@ class PrmScoring:
         self.num_waiting_tokens += len(token_ids)
         self.prm.send(
             TraceTokens(
-                rollout_id=rollout_id,
+                rollout_id=trace.rollout_id,
                 attempt=trace.attempt,
                 start=start,
                 token_ids=token_ids,
@@ -238,9 +240,14 @@ class PrmScoring:
     def _forget(self, rollout_id: str) -> None:
         trace = self._traces.pop(rollout_id, None)
         if trace is not None:
-            self._took(trace, len(trace.token_ids))
-            if not trace.is_done:
-                self.prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
+            self._withdraw(trace)
+
+    def _withdraw(self, trace: _Trace) -> None:
+        """Have the model say nothing more about a trace."""
+        self._took(trace, len(trace.token_ids))
+        if not trace.is_done:
+            trace.is_done = True
+            self.prm.send(Cancel(rollout_id=trace.rollout_id, attempt=trace.attempt))
 
     def _took(self, trace: _Trace, num_taken: int) -> None:
         was_held = self.backpressure()
@@ -257,45 +264,43 @@ class PrmScoring:
         last_end = trace.ends[-1] if trace.ends else -1
         if (violation := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
             self.prm.refuse(violation)
-            self._fail(said.rollout_id, trace, Outcome.INVALID, f"its answer could not be true, {violation}")
+            self._fail(trace, Outcome.INVALID, f"its answer could not be true, {violation}")
             return
         self.watch.moved()
         self._took(trace, said.num_taken)
         trace.ends += said.ends.tolist()
         trace.scores += said.scores.tolist()
         if said.outcome is not Outcome.OK:
-            self._fail(said.rollout_id, trace, said.outcome, said.error)
+            self._fail(trace, said.outcome, said.error)
             return
         if trace.version not in ("", said.version):
             error = f"the process reward model changed from {trace.version} to {said.version} within the trace"
-            self._fail(said.rollout_id, trace, Outcome.INVALID, error)
+            self._fail(trace, Outcome.INVALID, error)
             return
         trace.version = said.version
         trace.is_done = said.is_last
         if self.stopping is not None and trace.decision is None:
-            self._judge(said.rollout_id, trace, stopping=self.stopping)
-        self._finish(said.rollout_id, trace)
+            self._judge(trace, stopping=self.stopping)
+        self._finish(trace)
 
     # --- early stop ---
 
-    def _judge(self, rollout_id: str, trace: _Trace, *, stopping: EarlyStopping) -> None:
+    def _judge(self, trace: _Trace, *, stopping: EarlyStopping) -> None:
         """Toss a coin for a rollout that is still being written and that its steps so far show to be hopeless."""
-        if not stopping.audit.allows_stopping or not stopping.engines.owes(rollout_id, trace.attempt):
+        if not stopping.audit.allows_stopping or not stopping.engines.owes(trace.rollout_id, trace.attempt):
             return
-        decision = stopping.rule.decide(rollout_id, trace.attempt, trace.scores)
+        decision = stopping.rule.decide(trace.rollout_id, trace.attempt, trace.scores)
         if decision is None:
             return
         trace.decision, trace.decided_at = decision, len(trace.token_ids)
         self.num_hopeless += 1
-        self.ledger.record_early_stop(rollout_id, attempt=trace.attempt, decision=decision, now_s=_now_s())
+        self.ledger.record_early_stop(trace.rollout_id, attempt=trace.attempt, decision=decision, now_s=_now_s())
         if not decision.stops:
             return
         self.ledger.flush()  # before the engine hears of it: see the module
         self.num_stopped += 1
-        self._took(trace, len(trace.token_ids))
-        trace.is_done = True
-        self.prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
-        stopping.engines.withdraw(rollout_id, trace.attempt)
+        self._withdraw(trace)
+        stopping.engines.withdraw(trace.rollout_id, trace.attempt)
 
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
         """Score a rollout that was stopped, once an engine has given it back: it needs no reward."""
@@ -318,31 +323,30 @@ class PrmScoring:
 
     def _on_lost(self) -> None:
         """Send the model everything again."""
-        for rollout_id, trace in list(self._traces.items()):
+        for trace in list(self._traces.values()):
             if trace.is_done:
                 continue
             trace.num_deaths += trace.num_taken < len(trace.token_ids)
             if trace.num_deaths >= MAX_DEATHS:
                 error = f"the process reward model died {trace.num_deaths} times with tokens of this trace"
-                self._fail(rollout_id, trace, Outcome.ERROR, error)
+                self._fail(trace, Outcome.ERROR, error)
                 continue
             token_ids, trace.token_ids = trace.token_ids, trace.token_ids[:0]
             self.num_waiting_tokens -= len(token_ids) - trace.num_taken
             trace.num_taken, trace.ends, trace.scores, trace.version = 0, [], [], ""
-            self._send(rollout_id, trace, token_ids, is_last=trace.is_whole)
+            self._send(trace, token_ids, is_last=trace.is_whole)
 
-    def _fail(self, rollout_id: str, trace: _Trace, outcome: Outcome, error: str) -> None:
-        self._took(trace, len(trace.token_ids))
-        self.prm.send(Cancel(rollout_id=rollout_id, attempt=trace.attempt))
-        trace.outcome, trace.error, trace.is_done = outcome, error, True
-        self._finish(rollout_id, trace)
+    def _fail(self, trace: _Trace, outcome: Outcome, error: str) -> None:
+        self._withdraw(trace)
+        trace.outcome, trace.error = outcome, error
+        self._finish(trace)
 
-    def _finish(self, rollout_id: str, trace: _Trace) -> None:
+    def _finish(self, trace: _Trace) -> None:
         """Join reward and steps, where both the reward and the last step are there."""
         scored = trace.waiting
         if scored is None or not trace.is_done:
             return
-        del self._traces[rollout_id]
+        del self._traces[trace.rollout_id]
         if trace.outcome is Outcome.OK:
             self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), early_stop=trace.decision))
             return
@@ -356,9 +360,9 @@ class PrmScoring:
 
     def _owed(self) -> str | None:
         """Name the answers that the model owes, for the report of a stall."""
-        for rollout_id, trace in self._traces.items():
+        for trace in self._traces.values():
             if trace.num_taken < len(trace.token_ids):
-                owed = f"{self.num_waiting_tokens} tokens, the first of rollout {rollout_id}, attempt {trace.attempt}"
+                owed = f"{self.num_waiting_tokens} tokens, the first of rollout {trace.rollout_id}, attempt {trace.attempt}"
                 return f"the process reward model owes an answer for {owed}"
         return None
 
