@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.rewards --run-folder RUN --index I`: one scorer of a run, until the orchestrator stops it."""
+"""Serve the rewards and the environment of a run, as one of its scorers, until the orchestrator stops it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from orchestrator.data.sources import PromptSource, fixed
 from pipelinerl.config import Config, DataSection
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
-from pipelinerl.rewards.pool.forkserver import load_codec
+from pipelinerl.rewards.codec import load_codec
 from tests.tokenizers import CHATML, MISTRAL, make_words
 from trainer.data.demonstrations import Demonstrations
 
@@ -44,7 +44,7 @@ def test_all_parts_of_a_run_see_a_prompt_in_the_same_tokens(folder: Path) -> Non
     held_out = fixed(str(path), limit=2, prompt_column="prompt", encoder=encoder, max_prompt_tokens=99)
     assert [prompt.token_ids.tolist() for prompt in held_out] == expected, "evaluation"
     taught = sorted((one.token_ids.tolist() for one in Demonstrations(_sft(folder, path)).batch_at(0)), key=len)
-    says = load_codec(str(folder)).encode("a b")
+    says = load_codec(folder).encode("a b")
     assert says == [3, 4]
     end_of_text = IM_END if expected[0][0] != BOS else EOS
     end_of_turn = EOS if EOS in expected[1] else IM_END

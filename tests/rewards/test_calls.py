@@ -14,8 +14,8 @@ import pytest
 
 from pipelinerl.errors import ConfigError, WireError
 from pipelinerl.rewards.calls import Call, Component, Loaded, Setup, ToWorker, Withdraw
+from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.functions.builtin import exact_match
-from pipelinerl.rewards.pool.forkserver import load_codec
 from pipelinerl.rewards.pool.sandbox import Sandbox, clean_environment
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import MAX_MESSAGE_BYTES, Decoder
@@ -83,7 +83,7 @@ def test_only_what_is_known_to_be_harmless_or_named_is_passed_on() -> None:
 
 
 def test_decoding_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
-    assert load_codec(str(tokenizer_folder)).decode([1, 3 + 65 - 32, 3, 3 + 66 - 32, 2, 0]) == "A B"
+    assert load_codec(tokenizer_folder).decode([1, 3 + 65 - 32, 3, 3 + 66 - 32, 2, 0]) == "A B"
 
 
 def test_damaged_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_closing_the_sandbox_waits_until_every_process_is_gone(tokenizer_folder:
 @pytest.mark.slow
 def test_tokenizer_without_a_tokenizer_json_is_loaded_too(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
-    assert load_codec(str(tmp_path)).decode([3 + 65, 3 + 66, 1]) == "AB"
+    assert load_codec(tmp_path).decode([3 + 65, 3 + 66, 1]) == "AB"
 
 
 def test_a_fork_server_ends_in_silence_where_its_scorer_leaves_with_something_unread(

@@ -25,11 +25,11 @@ import time
 import traceback
 from pathlib import Path
 
-from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import Codec, codec_of, load_tokenizer
+from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.rewards.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
+from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.pool.worker import STACK_FILE, STACK_SIGNAL, run_worker
 from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.transport.codec import Decoder, encode
@@ -74,7 +74,7 @@ class ForkServer:
         setup = self._decoder.decode(self._control.recv(PACKET_BYTES))
         assert isinstance(setup, Setup), f"first message is {type(setup).__name__}, expected Setup"
         try:
-            codec = load_codec(setup.model_path)
+            codec = load_codec(Path(setup.model_path))
         except ConfigError as error:
             self._send(Refused(error=str(error)))
             return
@@ -83,7 +83,8 @@ class ForkServer:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select(self._wait_s()):
+            wait_s = max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
+            for key, _ in self._selector.select(wait_s):
                 if key.fileobj is self._control:
                     if not self._obey(setup, codec):
                         return
@@ -130,9 +131,6 @@ class ForkServer:
         self._kill_at[message.worker_id] = time.monotonic() + STACK_GRACE_S
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, STACK_SIGNAL)
-
-    def _wait_s(self) -> float | None:
-        return None if not self._kill_at else max(0.0, min(self._kill_at.values()) - time.monotonic())
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -202,17 +200,6 @@ def _stack_in(folder: Path) -> str:
         with open(descriptor, "rb") as file:
             return file.read(STACK_CHARACTERS).decode("ascii", "replace").replace("\x00", "")
     return ""
-
-
-def load_codec(model_path: str) -> Codec:
-    """Load the tokenizer of a model folder. Raises `ConfigError`."""
-    try:
-        tokenizer = load_tokenizer(Path(model_path))
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers and tokenizers raise errors of many kinds for a damaged file
-        raise ConfigError(f"model.path: the tokenizer of {model_path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return codec_of(tokenizer, ends=stop_tokens_of(Path(model_path), tokenizer=tokenizer).of_model)
 
 
 def _adopt_orphans() -> None:

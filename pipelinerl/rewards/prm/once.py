@@ -1,6 +1,6 @@
-"""`python -m pipelinerl.rewards.prm.once --config FILE --traces FILE --output FILE`: a run's process reward model on whole traces, once.
+"""Score whole traces once with the process reward model of a config, for `pipelinerl try`.
 
-For `pipelinerl try`: the model, the judge and the way in which a trace is cut into steps are those of `prm_process`.
+The model, the judge and the way in which a trace is cut into steps are those of `pipelinerl.rewards.prm.process`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import Config
-from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
+from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.process import killed_after, load_scorer
 from pipelinerl.rewards.prm.steps import Splitter
 
@@ -23,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards.prm.once", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved settings, as JSON")
     parser.add_argument("--traces", type=Path, required=True, help="JSON: a list of {prompt, tokens}, in the policy's token ids")
-    parser.add_argument("--output", type=Path, required=True, help="where the scores go, as JSON")
+    parser.add_argument("--output", type=Path, required=True, help="file that the scores are written to, as JSON")
     arguments = parser.parse_args()
     config = Config.model_validate_json(arguments.config.read_bytes())
     set_environment()
@@ -37,8 +36,7 @@ def main() -> None:
 def score(config: Config, traces: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
     """Return for each trace its `steps`, as (position of the last token, text, score or None, error), and the model's `version`."""
     scorer = load_scorer(config.prm)
-    tokenizer = load_tokenizer(config.model.path)
-    decode = decoder(tokenizer, ends=stop_tokens_of(config.model.path, tokenizer=tokenizer).of_model)
+    decode = load_codec(config.model.path).decode
     begun = []
     for number, trace in enumerate(traces):
         splitter = Splitter(decode, max_steps=config.prm.max_steps, separator=config.prm.separator)

@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.rewards.prm.process --run-folder RUN --index I`: the process reward model of a run, in a process of its own."""
+"""Serve the process reward model of a run, in a process of its own, until the orchestrator stops it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 
 from pipelinerl.config import PrmSection
 from pipelinerl.config.file import load_run
-from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
+from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
 from pipelinerl.runtime.process import crash_report
@@ -27,7 +26,7 @@ from pipelinerl.transport.zmq import ZmqLink
 
 def main() -> None:
     """Load the model, connect as `scorer-I` and serve."""
-    parser = argparse.ArgumentParser(prog="pipelinerl.rewards.prm.process", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards.prm.process", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
     parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
     arguments = parser.parse_args()
@@ -36,14 +35,14 @@ def main() -> None:
         config = load_run(arguments.run_folder)
         set_environment()
         scorer = load_scorer(config.prm)
-        tokenizer = load_tokenizer(config.model.path)
+        codec = load_codec(config.model.path)
         journal = Journal(arguments.run_folder, name)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:
             server = PrmServer(
                 scorer,
                 config.prm,
-                decode=decoder(tokenizer, ends=stop_tokens_of(config.model.path, tokenizer=tokenizer).of_model),
+                decode=codec.decode,
                 link=link,
                 journal=journal,
                 prm_id=arguments.index,
