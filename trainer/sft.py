@@ -10,8 +10,8 @@ from pathlib import Path
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.errors import PipelineError
-from pipelinerl.runtime.process import die_with_parent
-from trainer.parallel.ranks import end_alike, meeting_in_memory, run_ranks
+from pipelinerl.runtime.process import die_with_parent, end_alike
+from trainer.parallel.ranks import meeting_in_memory, run_ranks
 from trainer.parallel.threads import set_threads
 
 LINES = 10

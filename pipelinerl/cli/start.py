@@ -13,7 +13,7 @@ from pipelinerl.cli.app import console, errors
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.launch import resuming
-from pipelinerl.launch.launcher import Launcher, limits_of
+from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import Lease, held
@@ -91,7 +91,7 @@ async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) 
     async with asyncio.TaskGroup() as group:
         view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
         try:
-            await Launcher(roles, run_folder, **limits_of(settings), lease=lease).run()
+            await launcher_of(settings, roles, run_folder, lease=lease).run()
         except PipelineError as error:
             failure = error
         else:

@@ -23,6 +23,7 @@ KEYS: dict[str, str] = {
     "model.replay_routes": "model.replay_routing",
     "batch.min_survivors": "batch.min_group_size",
     "pipeline.adaptive_running": "pipeline.adaptive_concurrency",
+    "slurm.again": "slurm.at_limit",
 }
 """Old dotted key -> new dotted key. A key of an entry of a list, such as `reward.retries`, keeps its section."""
 
@@ -30,6 +31,7 @@ KEYS: dict[str, str] = {
 VALUES: dict[str, dict[str, str]] = {
     "weights.swap_mode": {"flip": "pointer", "scatter": "sparse"},
     "weights.adapters": {"apart": "separate"},
+    "slurm.at_limit": {"no": "end"},
     "run.fatal_alarms": {"kv_lag": "stale_kv"},
 }
 """Key, under its present name -> old value, or entry of a list -> new value."""

@@ -291,10 +291,10 @@ class TrackingSection(Section):
 
 class SlurmSection(Section):
     time: SlurmTime = Field("24:00:00", description="limit of one allocation, as sbatch takes it")
-    again: Literal["requeue", "chain", "no"] = Field(
+    at_limit: Literal["requeue", "chain", "end"] = Field(
         "requeue",
-        description="after the limit: requeue this job, or submit it again where it is heterogeneous; leave it to the next job of this"
-        " name (chain); or end",
+        description="when the time limit ends an allocation: requeue this job, or submit it anew where it is heterogeneous; leave the rest"
+        " to the next job of this name (chain); or end",
     )
     save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
     trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")

@@ -18,8 +18,8 @@ from pathlib import Path
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.engine.environment import set_environment
-from pipelinerl.runtime.process import crash_report, die_with_parent, record_failure
-from pipelinerl.runtime.restarts import REJOIN_AFTER_S, Restarts
+from pipelinerl.runtime.process import crash_report, die_with_parent, how_it_ended, record_failure
+from pipelinerl.runtime.restarts import Restarts
 
 LOOK_EVERY_S = 0.05
 """Between two looks for engines that ended. Longer delays those that are forked again."""
@@ -55,17 +55,14 @@ class _Parent:
         self._config = config
         self._engine_ids = engine_ids
         self._run_folder = run_folder
-        self._children: dict[int, tuple[int, float]] = {}
-        """(engine id, time of its fork in Unix seconds) by process id."""
-        self._left_at: dict[int, float] = {}
-        """The time at which an engine ended well, in Unix seconds, by engine id."""
-        budget = {"budget": config.run.restarts, "first_wait_s": config.run.restart_wait_s}
-        self._restarts = {engine_id: Restarts(**budget) for engine_id in engine_ids}
+        self._children: dict[int, tuple[str, float]] = {}
+        """(name, time of its fork in Unix seconds) by process id."""
+        self._restarts = Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s)
 
     def run(self) -> int:
         """Wait for every child; where one fails, write down how and end all. Returns 1 then, else 0."""
         for engine_id in self._engine_ids:
-            self._fork(engine_id, wait_s=None)
+            self._fork(f"engine-{engine_id}", wait_s=None)
         verdict = 0
         while self._children:
             process_id, status = os.waitpid(-1, os.WNOHANG)
@@ -73,44 +70,41 @@ class _Parent:
                 self._call_back()
                 time.sleep(LOOK_EVERY_S)
                 continue
-            engine_id, forked_at = self._children.pop(process_id)
+            engine, forked_at = self._children.pop(process_id)
             code = os.waitstatus_to_exitcode(status)
             if not code or verdict:
-                self._left_at[engine_id] = time.time()
+                self._restarts.ended_well(engine, now_s=time.time())
                 continue
-            error = f"engine-{engine_id} (process {process_id}) {_how(code)}"
+            error = f"{engine} (process {process_id}) {how_it_ended(code)}"
             print(error, file=sys.stderr, flush=True)
-            now_s = time.time()
-            wait_s = self._restarts[engine_id].next_wait(now_s=now_s, lived_s=now_s - forked_at) if code < 0 else None
+            wait_s = self._restarts.next_wait(engine, now_s=time.time(), started_s=forked_at) if code < 0 else None
             if wait_s is not None:
-                self._fork(engine_id, wait_s=wait_s)
+                self._fork(engine, wait_s=wait_s)
                 continue
             verdict = 1
-            record_failure(self._run_folder, f"engine-{engine_id}", error=error)
+            record_failure(self._run_folder, engine, error=error)
             for other in self._children:
                 os.kill(other, signal.SIGTERM)
         return verdict
 
     def _call_back(self) -> None:
         """Fork engines again that ended while others live on, unless the run is ending."""
-        for engine_id, left_at in list(self._left_at.items()):
-            if time.time() - left_at > REJOIN_AFTER_S:
-                del self._left_at[engine_id]
-                print(f"engine-{engine_id} was told to end by an orchestrator that is gone; starting it again", file=sys.stderr, flush=True)
-                self._fork(engine_id, wait_s=0.0)
+        for engine in self._restarts.rejoining(now_s=time.time()):
+            print(f"{engine} was told to end by an orchestrator that is gone; starting it again", file=sys.stderr, flush=True)
+            self._fork(engine, wait_s=0.0)
 
-    def _fork(self, engine_id: int, *, wait_s: float | None) -> None:
+    def _fork(self, engine: str, *, wait_s: float | None) -> None:
         """`wait_s`: a replacement waits so long before it loads."""
         parent_id = os.getpid()
         child = os.fork()
         if child:
-            self._children[child] = (engine_id, time.time())
+            self._children[child] = (engine, time.time())
             return
         code = 1
         try:
             die_with_parent(parent_id)
-            with crash_report(self._run_folder, f"engine-{engine_id}"):
-                _run_engine(engine_id, self._config, self._run_folder, wait_s=wait_s)
+            with crash_report(self._run_folder, engine):
+                _run_engine(int(engine.removeprefix("engine-")), self._config, self._run_folder, wait_s=wait_s)
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -120,10 +114,6 @@ class _Parent:
             if code < 0:  # as a rank of it did
                 os.kill(os.getpid(), -code)
             os._exit(code)
-
-
-def _how(code: int) -> str:
-    return f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: float | None) -> None:

@@ -6,13 +6,14 @@ vLLM says so itself, once it has been imported: half a minute into the run, on a
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
+
+from pipelinerl.runtime.plugin import nearest
 
 OWN_KEYS = {
     "model": "model.path",
@@ -54,14 +55,9 @@ def problems_of_options(
             yield f"{key} is {value!r}, and has to be {FIXED[name][0]}: {FIXED[name][1]}. Leave it out."
         elif name not in known:
             if installed is None or installed.partition("+")[0] == version:
-                yield f"{key} is no engine argument of vLLM {version}{_nearest(name, known)}"
+                yield f"{key} is no engine argument of vLLM {version}{nearest(name, known)}"
         elif (wanted := _wanted(value, known[name])) is not None:
             yield f"{key} is {value!r}, expected {wanted} (vLLM {version})"
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _wanted(value: Any, option: Mapping[str, list[Any]]) -> str | None:

@@ -18,7 +18,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TypedDict
 
 from pipelinerl.config import Config
 from pipelinerl.errors import LeaseError, PeerGone
@@ -27,8 +26,8 @@ from pipelinerl.launch.processes import Processes
 from pipelinerl.launch.roles import Role
 from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.runtime.lease import EPOCH, Lease
-from pipelinerl.runtime.process import asked_to_replace, stopped_processes
-from pipelinerl.runtime.restarts import REJOIN_AFTER_S, Restarts
+from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
+from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
 
 SAVE_GRACE_S = 60.0
@@ -37,18 +36,10 @@ LOOK_EVERY_S = 1.0
 """Between two looks for processes that stand still."""
 
 
-class Limits(TypedDict):
-    """Arguments of a `Launcher` that come from the settings."""
-
-    restarts: int
-    restart_wait_s: float
-    stopped_limit_s: float
-
-
-def limits_of(config: Config) -> Limits:
-    """Return what a run's settings allow its launcher."""
-    run = config.run
-    return Limits(restarts=run.restarts, restart_wait_s=run.restart_wait_s, stopped_limit_s=config.pipeline.stall_limit_s)
+def launcher_of(config: Config, roles: tuple[Role, ...], run_folder: Path, *, lease: Lease | None) -> Launcher:
+    """Return the launcher of a run, with what its settings allow it."""
+    restarts = Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s)
+    return Launcher(roles, run_folder, restarts=restarts, stopped_limit_s=config.pipeline.stall_limit_s, lease=lease)
 
 
 class Launcher:
@@ -59,14 +50,11 @@ class Launcher:
         roles: tuple[Role, ...],
         run_folder: Path,
         *,
-        restarts: int = 0,
-        restart_wait_s: float = 1.0,
+        restarts: Restarts | None = None,
         stopped_limit_s: float = float("inf"),
         lease: Lease | None = None,
     ) -> None:
         """`lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
-
-        `restarts` of each process within an hour, the first after `restart_wait_s`.
 
         A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long that the orchestrator
         stands still, or a process that is only starting.
@@ -78,15 +66,13 @@ class Launcher:
         self._lease = lease
         self._lost: LeaseError | None = None
         """Why the folder is not this launcher's any more."""
-        self._restarts = {name: Restarts(budget=restarts, first_wait_s=restart_wait_s) for name in self._roles}
+        self._restarts = restarts or Restarts(budget=0, first_wait_s=0.0)
         self._stopped_limit_s = stopped_limit_s
         self._stopped_since: dict[int, float] = {}
         """By process id, in Unix seconds."""
         self._processes = Processes(run_folder, environment={EPOCH: str(lease.epoch)} if lease else {})
         self._running: set[str] = set()
         """Those whose end was not taken from `Processes.ended` yet."""
-        self._left_at: dict[str, float] = {}
-        """Those that ended well while the orchestrator lived: when, on the loop's clock."""
         self._deadline_s: float | None = None
         """Once the orchestrator has ended: when the others must have, on the loop's clock."""
         self._tasks = asyncio.TaskGroup()
@@ -120,7 +106,7 @@ class Launcher:
     async def _run_all(self) -> str | None:
         """Start, restart and end all; return the name of the process that ended the run badly."""
         if freed := sweep():
-            self._note(f"removed {freed >> 20} MiB that processes which were killed had left in shared memory")
+            note(self._run_folder, f"removed {freed >> 20} MiB that processes which were killed had left in shared memory")
         overseer = self._tasks.create_task(self._oversee(), name="overseer")
         try:
             for name in self._roles:
@@ -157,7 +143,7 @@ class Launcher:
                 self._deadline_s = loop.time() + SAVE_GRACE_S
                 loop.call_later(processes.KILL_GRACE_S, self._dismiss)
             else:
-                self._left_at[name] = loop.time()
+                self._restarts.ended_well(name, now_s=time.time())
         return None
 
     def _was_ended_unprepared(self, name: str) -> bool:
@@ -177,13 +163,12 @@ class Launcher:
         is_over = self._deadline_s is not None  # whoever starts after the orchestrator has ended would wait for it in vain
         if self._lost or self._num_interrupts or self._is_overdue or is_over or not self._processes.was_killed(failed):
             return None
-        now_s = time.time()
-        return self._restarts[failed].next_wait(now_s=now_s, lived_s=now_s - self._processes.started_at[failed])
+        return self._restarts.next_wait(failed, now_s=time.time(), started_s=self._processes.started_at[failed])
 
     async def _restart(self, failed: str, *, wait_s: float) -> None:
         self._processes.put_failures_away()
-        count = self._restarts[failed].count
-        self._note(f"{failed} {self._processes.how_it_ended(failed)}; starting it again in {wait_s:g} s (restart {count})")
+        how, count = self._processes.how_it_ended(failed), self._restarts.count(failed)
+        note(self._run_folder, f"{failed} {how}; starting it again in {wait_s:g} s (restart {count})")
         self._processes.signal(failed, signal.SIGKILL)  # what it left behind in its group
         if failed == "orchestrator":
             forget_endpoints(self._run_folder)
@@ -197,7 +182,7 @@ class Launcher:
         if self._is_overdue:
             log = self._run_folder / "logs" / f"{failed}.log"
             return f"{failed} had not ended {SAVE_GRACE_S:g} s after the orchestrator, and was killed; its log is {log}"
-        spent = f" after {count} restarts" if (count := self._restarts[failed].count) else ""
+        spent = f" after {count} restarts" if (count := self._restarts.count(failed)) else ""
         return f"{failed} {self._processes.how_it_ended(failed)}{spent}; {self._processes.end_of_log(failed)}"
 
     async def _oversee(self) -> None:
@@ -233,7 +218,7 @@ class Launcher:
                 self._kill(process_id, f"process {process_id} was stopped for {self._stopped_limit_s:g} s; killing it")
 
     def _kill(self, process_id: int, why: str) -> None:
-        self._note(why)
+        note(self._run_folder, why)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
 
@@ -251,10 +236,8 @@ class Launcher:
         """Start processes again that were told to end by an orchestrator that was killed before it ended itself."""
         if self._deadline_s is not None or self._num_interrupts or self._first != "orchestrator":
             return
-        now_s = asyncio.get_running_loop().time()
-        for name in [name for name, left_at in self._left_at.items() if now_s - left_at > REJOIN_AFTER_S]:
-            del self._left_at[name]
-            self._note(f"{name} was told to end by an orchestrator that is gone; starting it again")
+        for name in self._restarts.rejoining(now_s=time.time()):
+            note(self._run_folder, f"{name} was told to end by an orchestrator that is gone; starting it again")
             await self._start(name)
 
     def _dismiss(self) -> None:
@@ -271,10 +254,3 @@ class Launcher:
             self._processes.interrupt("orchestrator", number)
         else:
             self._processes.signal_all(signal.SIGKILL)
-
-    def _note(self, line: str) -> None:
-        """Write a line to `<run>/logs/launcher.log`."""
-        with contextlib.suppress(OSError):  # a full disk must not end us
-            (self._run_folder / "logs").mkdir(exist_ok=True)
-            with open(self._run_folder / "logs" / "launcher.log", "a") as log:
-                log.write(f"{time.strftime('%H:%M:%S')} {line}\n")

@@ -31,6 +31,7 @@ from pipelinerl.observe.tracking.beside import missing_packages
 from pipelinerl.planning import memory
 from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok
 from pipelinerl.runtime.machine import has_gpu, memory_bytes, say_bytes
+from pipelinerl.runtime.process import how_it_ended
 
 ROWS_DEADLINE_S = 3600.0
 """Longest look at the user's functions and rows; a source on a slow disk may have millions."""
@@ -71,8 +72,7 @@ def look_apart(config: Config, *, module: str, imports: str) -> Iterator[Finding
         if output.exists():
             yield from msgspec.json.decode(output.read_bytes(), type=list[Finding])
         else:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            yield fail("", f"the process that imports {imports} {how}; what it printed stands above")
+            yield fail("", f"the process that imports {imports} {how_it_ended(code)}; what it printed stands above")
 
 
 def answer(look: Callable[[Config], Iterable[Finding]], *, module: str, description: str | None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.launch.roles import Role
-from pipelinerl.runtime.process import UNWRITTEN, ancestors, die_with_parent
+from pipelinerl.runtime.process import UNWRITTEN, ancestors, die_with_parent, how_it_ended
 
 KILL_GRACE_S = 5.0
 """Between asking a process to end and killing it, after another has failed."""
@@ -127,11 +127,12 @@ class Processes:
         return f"{first['process']} failed: {first['error']}\n(its traceback is in {self._run_folder / 'failures'})"
 
     def how_it_ended(self, name: str) -> str:
-        """Tell how a process ended: `was killed by signal SIGKILL`."""
-        code = self.exit_code(name)
+        """Tell how a process ended."""
+        code = self._processes[name].returncode
+        assert code is not None, f"{name} runs"
         if code == UNWRITTEN:
             return f"ended and could not write why to {self._run_folder}: make room on the disk, and resume the run"
-        return f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        return how_it_ended(code)
 
     def end_of_log(self, name: str) -> str:
         """Name a process's log and quote its last lines."""

@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import LeaseError
+from pipelinerl.runtime.machine import boot_id
 
 LEASE_S = 60.0
 """Longer keeps a run waiting whose machine is gone; shorter has a busy file system end runs that live."""
@@ -123,7 +124,7 @@ def _locked(run_folder: Path, *, takes_over: bool) -> Iterator[bool]:
             is_locked = True
         except BlockingIOError:
             holder = holder_of(run_folder)
-            if not takes_over or holder is None or holder.boot_id == _boot_id():
+            if not takes_over or holder is None or holder.boot_id == boot_id():
                 whose = f"by {holder}" if holder else "by another launcher"
                 raise LeaseError(f"{run_folder} is held {whose}: one run folder has one launcher. End that one first (Ctrl-C)") from None
         except OSError as error:
@@ -137,7 +138,7 @@ def _locked(run_folder: Path, *, takes_over: bool) -> Iterator[bool]:
 def _take(run_folder: Path, *, is_locked: bool, takes_over: bool) -> Holder:
     """Take the next epoch. A holder of this machine whose lock is free is dead."""
     before = holder_of(run_folder)
-    is_dead = before is not None and is_locked and before.boot_id == _boot_id()
+    is_dead = before is not None and is_locked and before.boot_id == boot_id()
     if before is not None and not before.has_ended and not is_dead:
         age_s = _age_s(run_folder, run_folder / FILE)
         if age_s < LEASE_S and not takes_over:
@@ -146,7 +147,7 @@ def _take(run_folder: Path, *, is_locked: bool, takes_over: bool) -> Holder:
                 f" machine is gone, wait {LEASE_S - age_s:.0f} s, or say --take-over"
             )
     epoch = 1 + max([before.epoch if before else 0, *_claimed(run_folder, lapsed_only=True)])
-    mine = Holder(epoch=epoch, host=socket.gethostname(), boot_id=_boot_id(), process_id=os.getpid(), since_s=time.time())
+    mine = Holder(epoch=epoch, host=socket.gethostname(), boot_id=boot_id(), process_id=os.getpid(), since_s=time.time())
     draft = _write_draft(run_folder, mine)
     try:
         os.link(draft, _claim(run_folder, epoch))
@@ -185,7 +186,3 @@ def _age_s(run_folder: Path, path: Path) -> float:
     """Seconds since a file was last touched, both instants on the clock of its file system."""
     os.utime(run_folder / LOCK)
     return (run_folder / LOCK).stat().st_mtime - path.stat().st_mtime
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,7 +13,12 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 def machine_id() -> str:
     """Name this machine by its shared memory: equal where two processes see the same `/dev/shm`, also among containers."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{SHARED_MEMORY.stat().st_dev}"
+    return f"{boot_id()}:{SHARED_MEMORY.stat().st_dev}"
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this start of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def memory_bytes() -> int:

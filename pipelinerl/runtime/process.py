@@ -8,10 +8,11 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,6 +72,47 @@ def end_stuck(run_folder: Path, process: str, verdict: str) -> NoReturn:
     record_failure(run_folder, process, error=f"Stalled: {verdict.splitlines()[0]}", trace=verdict)
     print(verdict, file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def how_it_ended(code: int) -> str:
+    """Tell how a process ended, from its exit code, which is negative for a signal: `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
+
+
+def end_alike(code: int) -> NoReturn:
+    """End this process as another did: by its exit code, or by the signal that killed it."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(abs(code))
+
+
+def end_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float) -> list[int]:
+    """Ask processes to end, kill those that have not after `grace_s`, and return their exit codes."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    until = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return [process.wait() for process in processes]
+
+
+def note(run_folder: Path, line: str) -> None:
+    """Write a line, with the time, to `<run>/logs/launcher.log`; a full disk must not end who writes."""
+    with contextlib.suppress(OSError):
+        (run_folder / "logs").mkdir(exist_ok=True)
+        with open(run_folder / "logs" / "launcher.log", "a") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def register(run_folder: Path, peer: str) -> None:

@@ -1,17 +1,17 @@
-"""Decides when a process that was killed is started again: at once, later, or not any more.
+"""Decides which processes of one supervisor are started again, and when: at once, later, or not any more.
 
 Only what was killed is restarted: a signal (the kernel short of memory, an operator, a crash in native code) says nothing of what the next
-process will do. One that ends by an error of its own would most likely do so again, and its words would be lost in a loop.
+process will do. One that ends by an error of its own would most likely do so again, and its words would be lost in a loop. One that ended
+well was told to; where the orchestrator lives on, it was told by one that has been killed since, and it is started again, too.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 REJOIN_AFTER_S = 30.0
-"""A process that ended well was told to; where the orchestrator lives on for so long, that was one that has been killed since, and the
-process is started again. Must exceed what an orchestrator takes to end once it has told everyone.
-"""
+"""A process that ended well so long ago is started again. Must exceed what an orchestrator takes to end once it has told everyone."""
 WINDOW_S = 3600.0
 """Restarts older than this are forgotten: a run of weeks outlives a bad hour now and then. Longer ends it for old troubles."""
 MAX_WAIT_S = 60.0
@@ -20,25 +20,52 @@ HEALTHY_S = 60.0
 """A process that lived so long starts the doubling anew."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Granted:
+    """The restarts of one process."""
+
+    count: int = 0
+    at_s: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
+    """The times of those within `WINDOW_S`."""
+    num_quick: int = 0
+
+
 class Restarts:
-    """The restarts of one process: a budget, and a wait that doubles while deaths follow quickly."""
+    """The restarts of processes by name: a budget for each, and a wait that doubles while its deaths follow quickly. Times are in Unix
+    seconds.
+    """
 
     def __init__(self, *, budget: int, first_wait_s: float) -> None:
-        """`budget` restarts within `WINDOW_S`."""
-        self.count = 0
-        """Restarts granted so far."""
+        """`budget` restarts of each process within `WINDOW_S`."""
         self._budget = budget
         self._first_wait_s = first_wait_s
-        self._granted_at: collections.deque[float] = collections.deque()
-        self._num_quick = 0
+        self._granted: collections.defaultdict[str, _Granted] = collections.defaultdict(_Granted)
+        self._left_at: dict[str, float] = {}
+        """The processes that ended well, and when."""
 
-    def next_wait(self, *, now_s: float, lived_s: float) -> float | None:
-        """Seconds to wait before the process is started again, after one that lived `lived_s`; None where the budget is spent."""
-        while self._granted_at and now_s - self._granted_at[0] > WINDOW_S:
-            self._granted_at.popleft()
-        if len(self._granted_at) >= self._budget:
+    def count(self, name: str) -> int:
+        """The restarts granted to a process so far."""
+        return self._granted[name].count
+
+    def next_wait(self, name: str, *, now_s: float, started_s: float) -> float | None:
+        """Seconds to wait before a killed process is started again; None where its budget is spent."""
+        granted = self._granted[name]
+        while granted.at_s and now_s - granted.at_s[0] > WINDOW_S:
+            granted.at_s.popleft()
+        if len(granted.at_s) >= self._budget:
             return None
-        self._granted_at.append(now_s)
-        self.count += 1
-        self._num_quick = 1 if lived_s >= HEALTHY_S else self._num_quick + 1
-        return min(MAX_WAIT_S, self._first_wait_s * 2 ** (self._num_quick - 1))
+        granted.at_s.append(now_s)
+        granted.count += 1
+        granted.num_quick = 1 if now_s - started_s >= HEALTHY_S else granted.num_quick + 1
+        return min(MAX_WAIT_S, self._first_wait_s * 2 ** (granted.num_quick - 1))
+
+    def ended_well(self, name: str, *, now_s: float) -> None:
+        """Note that a process has ended as it was told."""
+        self._left_at[name] = now_s
+
+    def rejoining(self, *, now_s: float) -> list[str]:
+        """Name the processes that ended well too long ago for a run that ends; each once."""
+        due = [name for name, left_at in self._left_at.items() if now_s - left_at > REJOIN_AFTER_S]
+        for name in due:
+            del self._left_at[name]
+        return due

@@ -486,7 +486,7 @@ KEYS = [
     "tracking.prometheus_interface",
     "tracking.prometheus_port",
     "slurm.time",
-    "slurm.again",
+    "slurm.at_limit",
     "slurm.save_s",
     "slurm.trainer_nodes",
     "slurm.engine_nodes",

@@ -29,7 +29,7 @@ def test_what_vllm_takes_passes():
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("gpu_memory_utilisation", 0.9, "is no engine argument of vLLM 0.32.0; did you mean gpu_memory_utilization?"),
+        ("gpu_memory_utilisation", 0.9, "is no engine argument of vLLM 0.32.0 (did you mean 'gpu_memory_utilization'?)"),
         ("zzzzzz", 1, "is no engine argument of vLLM 0.32.0"),
         ("block_size", "large", "is 'large', expected int (vLLM 0.32.0)"),
         ("enforce_eager", 1, "is 1, expected bool (vLLM 0.32.0)"),

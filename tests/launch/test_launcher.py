@@ -22,7 +22,9 @@ from pipelinerl.launch import processes as started
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.runtime import restarts
 from pipelinerl.runtime.lease import held
+from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.transport.keys import read_keys
 from tests import processes
 
@@ -96,7 +98,7 @@ def test_a_role_that_fails_without_last_words_is_named_with_its_code_and_the_end
 
 def test_a_role_that_is_killed_is_named_with_the_signal(folder: Path):
     code = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
-    with pytest.raises(PeerGone, match=r"^engines was killed by signal SIGKILL; its log"):
+    with pytest.raises(PeerGone, match=r"^engines was killed by SIGKILL; its log"):
         run(folder, orchestrator=SLEEP, engines=code)
 
 
@@ -118,7 +120,7 @@ def test_what_others_say_when_they_are_ended_is_not_the_reason(folder: Path):
         while not pathlib.Path(folder, "listening").exists(): time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    with pytest.raises(PeerGone, match=r"^engines was killed by signal SIGKILL"):
+    with pytest.raises(PeerGone, match=r"^engines was killed by SIGKILL"):
         run(folder, orchestrator=SLEEP, trainer=complains, engines=killed)
     assert (folder / "failures" / "trainer.json").exists()
 
@@ -204,10 +206,10 @@ COUNTS = """
 """Counts its lives, and ends well once the other has."""
 
 
-def run_again(folder: Path, *, restarts: int, **codes: str) -> None:
+def run_again(folder: Path, *, num_restarts: int, **codes: str) -> None:
     """Run roles to the end, with restarts."""
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
-    asyncio.run(Launcher(roles, folder, restarts=restarts, restart_wait_s=0.01).run())
+    asyncio.run(Launcher(roles, folder, restarts=Restarts(budget=num_restarts, first_wait_s=0.01)).run())
 
 
 def _other(name: str, codes: dict[str, str]) -> str:
@@ -219,18 +221,18 @@ def lives(folder: Path, name: str) -> int:
 
 
 def test_a_role_that_is_killed_is_started_again_and_the_others_live_on(folder: Path):
-    run_again(folder, restarts=2, orchestrator=COUNTS, engines=DIES_TWICE)
+    run_again(folder, num_restarts=2, orchestrator=COUNTS, engines=DIES_TWICE)
     assert lives(folder, "engines") == 3
     assert lives(folder, "orchestrator") == 1
     log = (folder / "logs" / "launcher.log").read_text()
-    assert "engines was killed by signal SIGKILL; starting it again in 0.01 s (restart 1)" in log
+    assert "engines was killed by SIGKILL; starting it again in 0.01 s (restart 1)" in log
     assert "in 0.02 s (restart 2)" in log
 
 
 def test_an_orchestrator_that_is_killed_is_started_again_alone_and_its_endpoints_are_forgotten(folder: Path):
     (folder / "endpoints").mkdir()
     (folder / "endpoints" / "engine.json").touch()
-    run_again(folder, restarts=2, orchestrator=DIES_TWICE, engines=COUNTS)
+    run_again(folder, num_restarts=2, orchestrator=DIES_TWICE, engines=COUNTS)
     assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (3, 1)
     assert not list((folder / "endpoints").iterdir())
 
@@ -261,14 +263,14 @@ def test_an_orchestrator_that_is_asked_to_save_while_it_starts_ends_the_run_well
     starts = "import os, pathlib, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(100)"
     lasts = "import time\ntime.sleep(100)"
     assert run(folder, orchestrator=starts, engines=lasts) < 60
-    with pytest.raises(PeerGone, match="engines was killed by signal SIGTERM"):
+    with pytest.raises(PeerGone, match="engines was killed by SIGTERM"):
         run(folder, orchestrator=lasts, engines="import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
 
 
 def test_who_was_told_to_end_by_an_orchestrator_that_is_gone_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(launching, "REJOIN_AFTER_S", 0.2)
-    run_again(folder, restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ENDS_LAST)
+    monkeypatch.setattr(restarts, "REJOIN_AFTER_S", 0.2)
+    run_again(folder, num_restarts=1, orchestrator=DIES_AT_ITS_GOODBYE, engines=ENDS_LAST)
     assert (lives(folder, "orchestrator"), lives(folder, "engines")) == (2, 2)
 
 
@@ -300,13 +302,15 @@ def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
     stands = STANDS_STILL_ONCE if is_asked_for else STANDS_STILL_ONCE.replace("ask_to_replace(pathlib.Path(folder), peer)", "pass")
     codes = {"orchestrator": COUNTS, "engines": COUNTS} | {who: stands}
     roles = tuple(role(name, code.replace("other", repr(_other(name, codes))), folder) for name, code in codes.items())
-    asyncio.run(Launcher(roles, folder, restarts=1, restart_wait_s=0.01, stopped_limit_s=60.0 if is_asked_for else 0.2).run())
+    asyncio.run(
+        Launcher(roles, folder, restarts=Restarts(budget=1, first_wait_s=0.01), stopped_limit_s=60.0 if is_asked_for else 0.2).run()
+    )
     assert {name: lives(folder, name) for name in codes} == {name: 2 if name == who else 1 for name in codes}
 
 
 def test_a_spent_budget_ends_the_run_and_says_how_often_it_was_tried(folder: Path):
-    with pytest.raises(PeerGone, match=r"engines was killed by signal SIGKILL after 1 restarts"):
-        run_again(folder, restarts=1, orchestrator=COUNTS, engines=DIES_TWICE)
+    with pytest.raises(PeerGone, match=r"engines was killed by SIGKILL after 1 restarts"):
+        run_again(folder, num_restarts=1, orchestrator=COUNTS, engines=DIES_TWICE)
     assert lives(folder, "engines") == 2
 
 
@@ -321,7 +325,7 @@ def test_a_role_that_fails_by_an_error_of_its_own_is_not_started_again(folder: P
             raise WeightsError("slot 3")
     """
     with pytest.raises(PeerGone, match="trainer-0 failed: WeightsError: slot 3"):
-        run_again(folder, restarts=5, orchestrator=COUNTS, trainer=fails)
+        run_again(folder, num_restarts=5, orchestrator=COUNTS, trainer=fails)
     assert lives(folder, "trainer") == 1
 
 
@@ -337,7 +341,7 @@ def test_a_scorer_whose_fork_server_was_killed_is_started_again(folder: Path):
             if len(lives.read_text()) == 1: raise PeerGone("the fork server ended")
         pathlib.Path(folder, name + ".done").touch()
     """
-    run_again(folder, restarts=1, **{"orchestrator": COUNTS, "scorer-0": loses_a_peer_once})
+    run_again(folder, num_restarts=1, **{"orchestrator": COUNTS, "scorer-0": loses_a_peer_once})
     assert lives(folder, "scorer-0") == 2
 
 
@@ -362,7 +366,7 @@ def test_what_a_process_says_of_its_end_stands_when_another_is_started_again_mea
         while not wanted.exists(): time.sleep(0.01)
         if wanted.suffix == ".json": os.kill(os.getpid(), signal.SIGKILL)
     """
-    run_again(folder, restarts=1, **{"orchestrator": dies_meanwhile, "scorer-0": says})
+    run_again(folder, num_restarts=1, **{"orchestrator": dies_meanwhile, "scorer-0": says})
     assert (lives(folder, "orchestrator"), lives(folder, "scorer-0")) == (2, 2)
 
 
@@ -375,8 +379,8 @@ def test_who_is_killed_when_the_orchestrator_has_ended_is_not_started_again(fold
         os.kill(os.getpid(), signal.SIGKILL)
     """
     says_id = "import os, pathlib\npathlib.Path(folder, 'said').write_text(str(os.getpid()))"
-    with pytest.raises(PeerGone, match=r"trainer was killed by signal SIGKILL"):
-        run_again(folder, restarts=5, orchestrator=says_id, trainer=dies_late)
+    with pytest.raises(PeerGone, match=r"trainer was killed by SIGKILL"):
+        run_again(folder, num_restarts=5, orchestrator=says_id, trainer=dies_late)
     assert lives(folder, "trainer") == 1
 
 
@@ -411,7 +415,7 @@ def test_a_trainer_whose_rank_was_killed_is_started_again(folder: Path, first: s
         if len(lives.read_text()) == 1: {ends}
         pathlib.Path(folder, name + ".done").touch()
     """
-    run_again(folder, restarts=2, orchestrator=COUNTS, trainer=dies_once)
+    run_again(folder, num_restarts=2, orchestrator=COUNTS, trainer=dies_once)
     assert lives(folder, "trainer") == 2
     assert not list((folder / "failures").glob("*.json")), "what was healed is not told at the end"
 
@@ -442,7 +446,7 @@ def test_who_is_killed_once_the_run_has_ended_fails_it_only_where_there_was_some
     if has_nothing_to_save:
         asyncio.run(Launcher(roles, folder).run())
     else:
-        with pytest.raises(PeerGone, match="scorer-0 was killed by signal SIGKILL"):
+        with pytest.raises(PeerGone, match="scorer-0 was killed by SIGKILL"):
             asyncio.run(Launcher(roles, folder).run())
 
 
@@ -471,7 +475,7 @@ def test_a_launcher_whose_run_was_taken_over_ends_all_at_once_and_says_by_whom(f
     """
     roles = (role("orchestrator", taken_over, folder), role("trainer", deaf, folder))
     with held(folder) as lease, pytest.raises(LeaseError, match=r"was taken over by process 7 on far"):
-        asyncio.run(Launcher(roles, folder, restarts=5, lease=lease).run())
+        asyncio.run(Launcher(roles, folder, restarts=Restarts(budget=5, first_wait_s=1.0), lease=lease).run())
     assert not processes.is_alive(said_id(folder, "trainer"))
 
 

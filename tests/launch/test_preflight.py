@@ -314,7 +314,7 @@ def test_a_dry_run_is_the_whole_preflight_and_starts_nothing(settings: Callable[
     assert shown.returncode == 1
     for words in (
         "4 problems",
-        "engine.options.blocksize is no engine argument of vLLM 0.32.0; did you mean block_size?",
+        "engine.options.blocksize is no engine argument of vLLM 0.32.0 (did you mean 'block_size'?)",
         "did you mean 'grpo'",
         "reference.path: no folder at nope",
         "needs answer, but the row has only the columns (none) (rows.jsonl:2)",

@@ -193,7 +193,7 @@ def test_a_process_that_fails_on_one_node_ends_the_job_on_all_after_the_others_s
 
 
 def test_a_chain_goes_on_in_the_next_job_and_stops_when_the_run_is_finished(cluster: slurm.Cluster, tmp_path: Path):
-    run_folder = job(tmp_path, steps=30, holds=(5,), again="chain")
+    run_folder = job(tmp_path, steps=30, holds=(5,), at_limit="chain")
     first, second, third = (submit(cluster, run_folder) for _ in range(3))
     wait_for_steps(run_folder, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", first)

@@ -46,9 +46,9 @@ def test_a_time_needs_no_quotes(tmp_path: Path):
         )
 
 
-@pytest.mark.parametrize("again", ["requeue", "chain", "no"])
-def test_every_script_is_valid_shell(again: str):
-    subprocess.run(["bash", "-n"], input=script(again=again, engine_nodes=1, scorer_nodes=1), text=True, check=True)
+@pytest.mark.parametrize("at_limit", ["requeue", "chain", "end"])
+def test_every_script_is_valid_shell(at_limit: str):
+    subprocess.run(["bash", "-n"], input=script(at_limit=at_limit, engine_nodes=1, scorer_nodes=1), text=True, check=True)
 
 
 def test_a_heterogeneous_job_is_submitted_again_and_never_requeued():
@@ -56,14 +56,14 @@ def test_a_heterogeneous_job_is_submitted_again_and_never_requeued():
     assert "scontrol requeue" not in text
     assert "#SBATCH --no-requeue" in text
     assert text.count("$(sbatch ") == 1
-    assert "sbatch " not in script(scorer_nodes=1, again="no").replace("#SBATCH", "").replace(".sbatch", "").partition("set -uo")[2]
+    assert "sbatch " not in script(scorer_nodes=1, at_limit="end").replace("#SBATCH", "").replace(".sbatch", "").partition("set -uo")[2]
 
 
 def test_the_requeue_has_one_owner():
     assert script().count("scontrol requeue") == 1
-    for again in ("chain", "no"):
-        assert "scontrol requeue" not in script(again=again)
-        assert "#SBATCH --no-requeue" in script(again=again)
+    for at_limit in ("chain", "end"):
+        assert "scontrol requeue" not in script(at_limit=at_limit)
+        assert "#SBATCH --no-requeue" in script(at_limit=at_limit)
 
 
 @pytest.mark.parametrize("option", [f"--{name}=1" for name in OWNED] + ["--requeue", "-p main"])

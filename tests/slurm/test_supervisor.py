@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.file import parse
-from pipelinerl.launch.slurm import AGAIN
+from pipelinerl.launch.slurm import UNFINISHED
 from pipelinerl.launch.slurm.submit import prepare
 from tests.processes import PATIENCE_S, program
 
@@ -42,7 +42,7 @@ def test_a_node_that_shall_save_before_anything_began_is_to_be_continued(tmp_pat
     tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
     run_folder = prepare(parse(tree | {"run": {"folder": str(tmp_path)}}, origin="test")).parent
     ended = subprocess.run(program(WAITS, folder=run_folder), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == AGAIN, ended.stderr
+    assert ended.returncode == UNFINISHED, ended.stderr
 
 
 def test_a_node_that_has_told_how_it_ended_is_not_ended_by_the_exit_of_the_first(tmp_path: Path):

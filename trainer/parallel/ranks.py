@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipelinerl.runtime.network import device_of
+from pipelinerl.runtime.process import end_all
 from pipelinerl.transport.keys import read_keys
 
 STORE = "PIPELINERL_STORE"
@@ -44,7 +45,9 @@ def run_ranks(module: Sequence[str], *, ranks: range, world_size: int, meeting: 
             processes.append(subprocess.Popen(command, env=environment, pass_fds=inherited))
         return _first_failure(processes)
     finally:
-        _end(processes)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # asked once more, this process must still see to the rest
+        end_all(processes, grace_s=END_GRACE_S)
 
 
 @contextlib.contextmanager
@@ -64,15 +67,6 @@ def token_of(run_folder: Path) -> str:
     return hashlib.blake2b(read_keys(run_folder, "trainer-0").secret, digest_size=32).hexdigest()
 
 
-def end_alike(code: int) -> NoReturn:
-    """End this process as a rank did: by its exit code, or by the signal that killed it."""
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    sys.exit(abs(code))
-
-
 def _leave(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
@@ -88,18 +82,3 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         elif code := process.wait():
             return code
     return 0
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask those that still run to end, then kill them."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # asked once more, this process must still see to the rest
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(END_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from pipelinerl.config.file import load_run
 from pipelinerl.runtime.network import address_towards
-from pipelinerl.runtime.process import crash_report, die_with_parent
+from pipelinerl.runtime.process import crash_report, die_with_parent, end_alike
 from pipelinerl.runtime.watch import wait_for_file
 from pipelinerl.transport.endpoint import own_address
 from pipelinerl.transport.rendezvous import RendezvousServer
 from pipelinerl.weights.network import nccl_settings
-from trainer.parallel.ranks import SCHEME, STORE, end_alike, listening_on, meeting_in_memory, run_ranks, token_of
+from trainer.parallel.ranks import SCHEME, STORE, listening_on, meeting_in_memory, run_ranks, token_of
 
 FILE = Path("endpoints") / "rendezvous.json"
 

@@ -7,9 +7,9 @@ submit     run folder, script and process list on disk; sbatch
 __main__   `python -m pipelinerl.launch.slurm`, the supervisor of one node, as srun starts it
 
 The limit: Slurm sends USR1 to the script, which leaves a wish to save for the supervisors; the run saves, the first supervisor exits with
-`AGAIN` when all nodes have ended, and the script requeues the job; nobody else does. A process that fails ends the job with 1, which
+`UNFINISHED` when all nodes have ended, and the script requeues the job; nobody else does. A process that fails ends the job with 1, which
 requeues nothing, after the others have had `save_s` to write their checkpoint.
 """
 
-AGAIN = 75
-"""Exit code of a run that saved and is to be continued (EX_TEMPFAIL of sysexits.h)."""
+UNFINISHED = 75
+"""Exit code of a run that has saved and is to go on (EX_TEMPFAIL of sysexits.h)."""

@@ -21,9 +21,9 @@ from typing import Any
 from pipelinerl.config import Config, RunSection
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import LeaseError, PipelineError
-from pipelinerl.launch.launcher import Launcher, limits_of
+from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role
-from pipelinerl.launch.slurm import AGAIN
+from pipelinerl.launch.slurm import UNFINISHED
 from pipelinerl.launch.slurm.address import address_towards_others
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on
 from pipelinerl.observe.tracking.beside import trackers
@@ -94,14 +94,14 @@ class Supervisor:
             with contextlib.ExitStack() as at_end:
                 lease = await self._hold(at_end) if self._node == 0 else None  # the first node's supervisor holds the folder for all
                 if self._is_saving:  # asked for while the folder was waited for: nothing has begun, and the next attempt goes on
-                    return AGAIN
+                    return UNFINISHED
                 self._is_launched = True
-                await Launcher(self._roles, self._run_folder, **limits_of(self._config), lease=lease).run()
+                await launcher_of(self._config, self._roles, self._run_folder, lease=lease).run()
         except PipelineError as error:
             self._say(f"failed: {error}")
             record_failure(self._run_folder, f"node-{self._node}", error=str(error))
             return FAILED
-        return AGAIN if self._is_saving and not self._is_finished() else DONE
+        return UNFINISHED if self._is_saving and not self._is_finished() else DONE
 
     async def _hold(self, at_end: contextlib.ExitStack) -> Lease:
         """Hold the run's folder. An attempt whose machine died left a lease that lapses; raises `LeaseError` where one is alive."""
@@ -149,7 +149,7 @@ class Supervisor:
         if late := self._num_nodes - len(self._codes()):
             self._say(f"{late} of {self._num_nodes} nodes have not ended; what they still do is lost")
         codes = set(self._codes().values())
-        return FAILED if FAILED in codes else AGAIN if AGAIN in codes else DONE
+        return FAILED if FAILED in codes else UNFINISHED if UNFINISHED in codes else DONE
 
     def _codes(self) -> dict[str, int]:
         """Return the exit codes of the nodes that have ended."""

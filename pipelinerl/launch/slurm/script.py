@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.slurm import AGAIN
+from pipelinerl.launch.slurm import UNFINISHED
 from pipelinerl.launch.slurm.placement import nodes_of
 
 EARLY_S = 60
@@ -60,8 +60,8 @@ def _head(config: Config, run_folder: Path) -> list[str]:
         {
             "requeue": "#SBATCH --no-requeue" if is_het else "#SBATCH --requeue",
             "chain": "#SBATCH --no-requeue --dependency=singleton",
-            "no": "#SBATCH --no-requeue",
-        }[section.again],
+            "end": "#SBATCH --no-requeue",
+        }[section.at_limit],
         *(f"#SBATCH {option}" for option in section.options),
     ]
     if is_het:
@@ -87,13 +87,13 @@ def _body(config: Config, run_folder: Path, python: str) -> list[str]:
     section = config.slurm
     run, interpreter = shlex.quote(str(run_folder)), shlex.quote(python)
     submit = 'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$run/job.sbatch"'
-    again = {
+    go_on = {
         "requeue": f'echo "attempt $attempt saved; submitted again as job $({submit})"; code=0'
         if section.scorer_nodes
         else 'echo "attempt $attempt saved; requeue"; scontrol requeue "$SLURM_JOB_ID"',
         "chain": 'echo "attempt $attempt saved; the next job of this name goes on"; code=0',
-        "no": 'echo "attempt $attempt saved, and is not to go on by itself"; code=0',
-    }[section.again]
+        "end": 'echo "attempt $attempt saved, and is not to go on by itself"; code=0',
+    }[section.at_limit]
     return [
         "set -uo pipefail",
         f"run={run}",
@@ -124,6 +124,6 @@ def _body(config: Config, run_folder: Path, python: str) -> list[str]:
         'echo "attempt $attempt ended with $code"',
         "",
         "# The one owner of the requeue. Any other code is the end.",
-        f"if ((code == {AGAIN})); then {again}; fi",
+        f"if ((code == {UNFINISHED})); then {go_on}; fi",
         'exit "$code"',
     ]

@@ -10,15 +10,14 @@ import contextlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.process import end_all, how_it_ended, note
 
 REST_S = 30.0
 """For all trackers together, after the run. Longer keeps machines waiting for a network; shorter leaves more to `pipelinerl track`."""
@@ -36,15 +35,7 @@ def trackers(run_folder: Path, to: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        for process in started.values():
-            process.terminate()
-        end = time.monotonic() + REST_S
-        for name, process in started.items():
-            try:
-                code = process.wait(timeout=max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = process.wait()
+        for name, code in zip(started, end_all(started.values(), grace_s=REST_S), strict=True):
             if code:
                 print(
                     f"{name} has not got everything (its log: {run_folder / 'logs' / f'track-{name}.log'}); pipelinerl track {run_folder}"
@@ -107,11 +98,10 @@ def _reap(run_folder: Path, name: str, process: subprocess.Popen[bytes], is_over
     code = process.wait()
     if is_over.is_set():
         return
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    line = f"the tracker {name} {how}: the run goes on without it, and `pipelinerl track {run_folder}` sends what it lacks"
+    goes_on = f"the run goes on without it, and `pipelinerl track {run_folder}` sends what it lacks"
+    line = f"the tracker {name} {how_it_ended(code)}: {goes_on}"
     print(line, file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError), open(run_folder / "logs" / "launcher.log", "a") as log:
-        log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    note(run_folder, line)
 
 
 def _start(run_folder: Path, name: str) -> subprocess.Popen[bytes]:

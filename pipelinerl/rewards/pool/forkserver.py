@@ -31,7 +31,7 @@ from pipelinerl.messages import Message
 from pipelinerl.rewards.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
 from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.pool.worker import STACK_FILE, STACK_SIGNAL, run_worker
-from pipelinerl.runtime.process import die_with_parent
+from pipelinerl.runtime.process import die_with_parent, how_it_ended
 from pipelinerl.transport.codec import Decoder, encode
 
 REAP_DEADLINE_S = 5.0
@@ -184,7 +184,7 @@ class ForkServer:
                 self._kill_at.pop(worker_id, None)
                 stack = _stack_in(self._folder / str(worker_id))
                 shutil.rmtree(self._folder / str(worker_id), ignore_errors=True)
-                self._send(Ended(worker_id=worker_id, how=_how_it_ended(status), stack=stack))
+                self._send(Ended(worker_id=worker_id, how=how_it_ended(os.waitstatus_to_exitcode(status)), stack=stack))
             for orphan in _children() - set(self._process_ids.values()):
                 _kill(orphan)
 
@@ -235,17 +235,6 @@ def _kill_group(process_id: int) -> None:
 def _kill(process_id: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process_id, signal.SIGKILL)
-
-
-def _how_it_ended(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
 
 
 if __name__ == "__main__":
