@@ -9,13 +9,13 @@ import argparse
 import socket
 from pathlib import Path
 
-import numpy as np
-
 from pipelinerl.config import Config
 from pipelinerl.engine.base import Engine
 from pipelinerl.engine.environment import set_environment
-from pipelinerl.errors import ConfigError, EngineError
-from pipelinerl.messages import Completion, Failed, Finish, Generate
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.engine.staging import StagingThread
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import Failed, Generate
 from pipelinerl.transport.codec import Decoder
 from pipelinerl.transport.stream import Frames, frame
 
@@ -47,47 +47,17 @@ def _load(config: Config) -> Engine:
 
 
 def serve(engine: Engine, channel: socket.socket) -> None:
-    """Answer what comes, many at once, until the channel closes."""
+    """Answer what comes, many at once, until the channel closes; what the engine refuses, or fails, finishes as an error with its words."""
     frames, decoder = Frames(channel), Decoder[Generate](Generate)
-    while (bodies := frames.receive()) is not None:
-        for completion in sample(engine, [decoder.decode(body) for body in bodies]):
-            channel.sendall(frame(completion))
-
-
-def sample(engine: Engine, requests: list[Generate]) -> list[Completion]:
-    """Serve these to their ends; one that the engine refuses, or fails, finishes as an error with its words."""
-    tokens: dict[str, tuple[list[int], list[float]]] = {request.rollout_id: ([], []) for request in requests}
-    finishes: dict[str, tuple[Finish, str]] = {}
-    for request in requests:
-        try:
-            engine.submit(request, version=0)
-        except EngineError as error:
-            finishes[request.rollout_id] = (Finish.ERROR, str(error))
-    while len(finishes) < len(requests):
-        try:
-            chunks = engine.step()
-        except EngineError as error:
-            finishes |= {name: (Finish.ERROR, str(error)) for name in tokens if name not in finishes}
-            break
-        for chunk in chunks:
-            tokens[chunk.rollout_id][0].extend(chunk.token_ids)
-            tokens[chunk.rollout_id][1].extend(chunk.logprobs)
-            if chunk.finish is not None:
-                finishes[chunk.rollout_id] = (chunk.finish, "")
-    return [_completion(request, *tokens[request.rollout_id], *finishes[request.rollout_id]) for request in requests]
-
-
-def _completion(request: Generate, token_ids: list[int], logprobs: list[float], finish: Finish, error: str) -> Completion:
-    return Completion(
-        rollout_id=request.rollout_id,
-        attempt=request.attempt,
-        token_ids=np.array(token_ids, np.int32),
-        logprobs=np.array(logprobs, np.float32),
-        versions=np.zeros(len(token_ids), np.int32),
-        finish=finish,
-        turn=request.turn,
-        error=error,
-    )
+    with StagingThread(engine) as stager:
+        loop = EngineLoop(engine, engine_id=0, stager=stager)
+        while (bodies := frames.receive()) is not None:
+            for body in bodies:
+                loop.handle(decoder.decode(body))
+            while loop.has_work:
+                loop.advance()
+            channel.sendall(b"".join(map(frame, loop.outbox)))
+            loop.outbox.clear()
 
 
 if __name__ == "__main__":
