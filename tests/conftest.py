@@ -33,40 +33,41 @@ def _folder_of_temporary_files() -> Iterator[None]:
     tempfile.tempdir = None  # what it is at first; what was there before this test may be what an engine of its module has set
 
 
-WHOLE_RUNS = (
-    "tests/e2e/test_chaos",
-    "tests/e2e/test_examples",
-    "tests/e2e/test_listeners",
-    "tests/e2e/test_prm",
-    "tests/e2e/test_run",
-    "tests/slurm/",
-)
+TOGETHER = {
+    "whole runs": tuple(f"tests/e2e/test_{name}.py" for name in ("chaos", "examples", "listeners", "prm", "run")),
+    "jobs": ("tests/slurm/",),
+}
+"""What goes one after the other in one worker: two whole runs at once on two cores would miss their deadlines. Jobs mostly wait."""
 
 
-class FilesAndWholeRuns(LoadScopeScheduling):
+def _unit(nodeid: str) -> str:
+    return next((name for name, begin in TOGETHER.items() if nodeid.startswith(begin)), nodeid.partition("::")[0])
+
+
+class Files(LoadScopeScheduling):
     """Any worker takes the next file, so what a file's tests share (an engine, ranks) is made once.
 
-    Whole runs and jobs go one after the other, in one worker: two at once on two cores would miss their deadlines.
     (`--dist loadgroup` marks groups in a place that pytest 9.2 no longer has.)
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+        return _unit(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndWholeRuns:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Files:
     config.option.loadscopereorder = False  # the order is that of the collection, below; xdist would take what has most tests first
-    return FilesAndWholeRuns(config, log)
+    return Files(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `vllm` or `gpu` where it cannot run, and say why. torch is imported only if a test needs it.
 
-    Several workers begin with what is long, so that they end together: whole runs, files with processes, then the many small files.
+    Several workers begin with what is long, so that they end together: whole runs, jobs, files with processes, then the many small files.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         long = {item.path for item in items if item.get_closest_marker("process") or item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (not item.nodeid.startswith(WHOLE_RUNS), item.path not in long))
+        units = list(TOGETHER)
+        items.sort(key=lambda item: (units.index(unit) if (unit := _unit(item.nodeid)) in units else len(units), item.path not in long))
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("vllm", "gpu")}
     if marked["vllm"] and importlib.util.find_spec("vllm") is None:
         _skip(marked["vllm"], reason="needs vLLM, which is not installed here")
