@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.weights.shared_names import FOLDER, run_token, sweep
 from scripts.chaos import victims
 from tests import processes
 from tests.listeners import UNIX, Listener, answers_as_torchs_store, listeners_of, name_of, tree_of
@@ -84,6 +85,17 @@ def running(*words: str, folder: Path) -> Iterator[tuple[Path, subprocess.Popen[
         run.communicate()
 
 
+def shared_files(tree: list[int], run_folder: Path) -> set[Path]:
+    """The files in shared memory that processes have open or mapped, and those with the run's name; other tests have some, too."""
+    names: list[str] = []
+    for process_id in tree:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended, or closed it, this moment
+            names += [f"/{line.partition('/')[2]}" for line in Path(f"/proc/{process_id}/maps").read_text().splitlines()]
+            names += [os.readlink(number) for number in Path(f"/proc/{process_id}/fd").iterdir()]
+    held = {path for path in map(Path, names) if path.is_relative_to(FOLDER) and path.exists()}
+    return held | set(FOLDER.glob(f"pipelinerl-{run_token(run_folder)}-*"))
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -96,7 +108,6 @@ def running(*words: str, folder: Path) -> Iterator[tuple[Path, subprocess.Popen[
     ],
 )
 def test_every_listener_of_a_run_is_authenticated_private_or_named(tmp_path: Path, words: tuple[str, ...], expected: set[str]):
-    shared_before = set(Path("/dev/shm").iterdir())
     with running(*words, folder=tmp_path) as (run_folder, run):
         view = subprocess.Popen([sys.executable, "-m", "pipelinerl", "view", str(run_folder)], stdout=subprocess.PIPE, text=True)
         try:
@@ -109,6 +120,8 @@ def test_every_listener_of_a_run_is_authenticated_private_or_named(tmp_path: Pat
             assert {name_of(one) for one in found} == expected
             assert [one for one in found if one.kind.startswith("tcp") and attack(one, tmp_path / "ran")] == [], "nobody's store is torch's"
             assert run.poll() is None, "what strangers say ends no run"
+            shared = shared_files(tree, run_folder)
+            assert shared, "weights travel by shared memory here"
         finally:
             view.kill()
             view.communicate()
@@ -116,8 +129,6 @@ def test_every_listener_of_a_run_is_authenticated_private_or_named(tmp_path: Pat
         assert not (tmp_path / "ran").exists(), "a stranger's pickle ran"
         run.send_signal(signal.SIGKILL)
         processes.wait_until(lambda: not any(map(victims.is_alive, tree)), what="a process outlives the launcher that was killed")
-    from pipelinerl.weights.shared_names import sweep
-
     sweep()
     # Python's own tracker removes what is named psm_... once the processes that it was started for are gone.
-    processes.wait_until(lambda: set(Path("/dev/shm").iterdir()) <= shared_before, what="something stays in shared memory")
+    processes.wait_until(lambda: not any(path.exists() for path in shared), what="something stays in shared memory")
