@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import functools
-import os
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,14 +21,14 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import PeerGone, PeerRefused
+from pipelinerl.launch.processes import Processes
+from pipelinerl.launch.roles import roles_of
 from pipelinerl.messages import Failed, FromScorer, Outcome, Score, ScoredTrajectory, Stop
-from pipelinerl.runtime.process import die_with_parent
 from pipelinerl.runtime.watch import wait_for
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
 
-END_S = 10.0
-"""The seconds in which the scorer is to end when it is told to; after that it is killed."""
+SCORER = "scorer-0"
 
 
 def run(recorded: RecordedRun) -> Iterator[str]:
@@ -53,10 +50,10 @@ async def _score_again(
     Raises what the scorer raises, for example for a function it cannot load.
     """
     write_run(folder, config)
-    make_keys(folder, ("scorer-0",))
+    make_keys(folder, (SCORER,))
     recorded = {member.trajectory.rollout_id: member for group in groups for member in group.members}
     found: dict[str, ScoredTrajectory] = {}
-    async with _scorer(folder) as (hub, process):
+    async with _scorer(config, folder) as (hub, processes):
         with records(folder) as (ledger, journal):
             harness = Harness(without_prm(config), ledger=ledger, journal=journal, num_siblings=len(groups[0].members), scorer_hub=hub)
             parts, channels = harness.parts, harness.channels
@@ -72,9 +69,9 @@ async def _score_again(
 
             async def script() -> None:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(_notice_end(process))]
+                    tasks = [group.create_task(_notice_end(processes))]
                     deadline_s = config.engine.ready_deadline_s
-                    await wait_for(parts.scorers.wait_until_ready(), peer="scorer-0", what="to load the rewards", deadline_s=deadline_s)
+                    await wait_for(parts.scorers.wait_until_ready(), peer=SCORER, what="to load the rewards", deadline_s=deadline_s)
                     tasks += [group.create_task(parts.watch.run()), group.create_task(feed())]
                     while len(found) < len(recorded):
                         scored = await channels.group_scored.get()
@@ -90,38 +87,23 @@ async def _score_again(
 
 
 @contextlib.asynccontextmanager
-async def _scorer(folder: Path) -> AsyncIterator[tuple[ZmqHub, asyncio.subprocess.Process]]:
+async def _scorer(config: Config, folder: Path) -> AsyncIterator[tuple[ZmqHub, Processes]]:
     """Start a scorer, and end it at the end."""
-    hub = ZmqHub(folder, "scorer", accepts=FromScorer)
-    (folder / "logs").mkdir(exist_ok=True)
-    log = os.open(folder / "logs" / "scorer-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pipelinerl.rewards", "--run-folder", str(folder), "--index", "0"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
-    finally:
-        os.close(log)
-    try:
-        yield hub, process
-    finally:
-        hub.dismiss(Stop(reason="replayed"))
+    hub, processes = ZmqHub(folder, "scorer", accepts=FromScorer), Processes(folder, environment={})
+    async with asyncio.TaskGroup() as tasks:
+        await processes.start(next(role for role in roles_of(config, folder) if role.name == SCORER), tasks)
         try:
-            await asyncio.wait_for(process.wait(), END_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-        hub.close()
+            yield hub, processes
+        finally:
+            hub.dismiss(Stop(reason="replayed"))
+            await processes.end_all()
+            hub.close()
 
 
-async def _notice_end(process: asyncio.subprocess.Process) -> None:
-    code = await process.wait()
-    raise PeerGone(f"the scorer ended with code {code} before everything was scored: see replay/logs/scorer-0.log in the run's folder")
+async def _notice_end(processes: Processes) -> None:
+    await processes.ended.get()
+    code = processes.exit_code(SCORER)
+    raise PeerGone(f"the scorer ended with code {code} before everything was scored: see replay/logs/{SCORER}.log in the run's folder")
 
 
 def _raise_failed(peer: str, failed: Failed) -> None:
