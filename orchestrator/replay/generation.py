@@ -19,7 +19,7 @@ from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.events import Event, in_turns
 from orchestrator.replay.harness import Harness, as_scored, changed, empty_completion, records
-from orchestrator.replay.recorded import RecordedRun, read_drawn
+from orchestrator.replay.recorded import RecordedRun, read_prompts
 from orchestrator.replay.recorded_engines import read_policies, repeat, say
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.errors import ConfigError
@@ -124,7 +124,7 @@ class _Replay:
     def _draw(self) -> None:
         """Give generation the prompts of the recorded groups, without the columns that it does not read."""
         groups = {_group_of(name) for name, _ in self.issued}
-        for each in read_drawn(self._recorded.run_folder / "ledger.sqlite"):
+        for each in read_prompts(self._recorded.run_folder / "ledger.sqlite"):
             if each.group_id in groups:
                 prompt = Prompt(prompt_id=each.prompt_id, text="", token_ids=np.zeros(0, np.int32))
                 self._harness.channels.prompts.put_now(Drawn(prompt=prompt, position=each.position))

@@ -58,7 +58,7 @@ class Rescored:
 
     @property
     def has_other_steps(self) -> bool:
-        """True where its step scores differ from the recorded ones, although it was stopped neither time."""
+        """Its step scores differ from the recorded ones, although it was stopped neither time."""
         if self.was_stopped or self.is_stopped:
             return False
         old, new = self.recorded.steps, self.now.steps

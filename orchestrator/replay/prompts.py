@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.data.sources import prompts_of
 from orchestrator.replay.differences import SHOWN
-from orchestrator.replay.recorded import Drawn, RecordedRun, read_drawn
+from orchestrator.replay.recorded import RecordedPrompt, RecordedRun, read_prompts
 from orchestrator.stages.prompts import Source
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 
@@ -18,7 +18,7 @@ class RedrawnPrompts:
 
     num_drawn: int
     num_passed: int
-    """Drawn prompts that were not admitted, because they are quarantined."""
+    """RecordedPrompt prompts that were not admitted, because they are quarantined."""
     differences: list[str]
 
 
@@ -26,7 +26,7 @@ def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, how the prompts that the source gives differ from those recorded."""
     config = recorded.config
     encoder = TextEncoder(load_tokenizer(config.model.path), options=ChatOptions.of(config.data))
-    again = replay_prompts(prompts_of(config, encoder=encoder)[0], read_drawn(recorded.ledger_path))
+    again = replay_prompts(prompts_of(config, encoder=encoder)[0], read_prompts(recorded.ledger_path))
     same = again.num_drawn - len(again.differences)
     yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"
     if again.num_passed:
@@ -34,7 +34,7 @@ def run(recorded: RecordedRun) -> Iterator[str]:
     yield from (f"  {line}" for line in again.differences[:SHOWN])
 
 
-def replay_prompts(source: Source, drawn: list[Drawn]) -> RedrawnPrompts:
+def replay_prompts(source: Source, drawn: list[RecordedPrompt]) -> RedrawnPrompts:
     """Draw until each recorded position. Raises `DataError` where the source ends before."""
     differences: list[str] = []
     num_passed = 0

@@ -80,7 +80,7 @@ class Recording:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class RecordedPrompt:
     """A prompt that was admitted."""
 
     group_id: int
@@ -156,12 +156,12 @@ def read_recording(path: Path) -> Recording:
         return Recording(groups=groups, num_completed=database.execute("SELECT count(*) FROM completed").fetchone()[0])
 
 
-def read_drawn(path: Path) -> list[Drawn]:
+def read_prompts(path: Path) -> list[RecordedPrompt]:
     """Return every prompt that was admitted, in order. Raises `LedgerError` where there is no ledger."""
     with open_ledger(path) as database:
         query = "SELECT group_id, prompt_id, prompt, epoch, drawn.row FROM drawn LEFT JOIN groups USING (group_id) ORDER BY group_id"
         return [
-            Drawn(
+            RecordedPrompt(
                 group_id=group_id,
                 prompt_id=prompt_id,
                 prompt=None if prompt is None else _prompts.decode(prompt),

@@ -20,7 +20,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.replay.__main__ import main, replay
 from orchestrator.replay.batching import replay_batching
 from orchestrator.replay.prompts import replay_prompts
-from orchestrator.replay.recorded import RecordedGroup, Recording, read_drawn, read_recording
+from orchestrator.replay.recorded import RecordedGroup, Recording, read_prompts, read_recording
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
 from pipelinerl.config.file import load_run, parse, write_run
@@ -187,7 +187,7 @@ def test_prompts_are_drawn_again_and_what_changed_in_the_source_is_named(run_fol
         section = DataSection(source=str(path), shuffle=False)  # pyright: ignore[reportCallIssue]
         return PromptSource(section, encoder=TextEncoder(load_tokenizer(run_folder / "model")), seed=0, max_prompt_tokens=9)
 
-    drawn = read_drawn(run_folder / "ledger.sqlite")[:3]
+    drawn = read_prompts(run_folder / "ledger.sqlite")[:3]
     assert replay_prompts(source("?", "?", "?"), drawn).differences == []
     assert replay_prompts(source("?", "!", "?"), drawn).differences == ["prompt 0:1: text '?' -> '!'"]
     assert replay_prompts(source("?", "?", "?"), [drawn[0], drawn[2]]).num_passed == 1
