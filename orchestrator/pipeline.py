@@ -30,7 +30,7 @@ from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.data.packing import Packing
 from pipelinerl.runtime.stage import Stage
 
-MAX_BARREN_STEPS = 10
+MAX_DROPPED_STEPS = 10
 """Groups that may fail or be stale in a row before the run ends, in steps. A smaller value ends runs in a bad patch."""
 
 
@@ -138,7 +138,7 @@ class Pipeline:
             credits=parts.credits,
             ledger=given.ledger,
             progress=parts.progress,
-            max_dropped=sys.maxsize if given.is_replay else MAX_BARREN_STEPS * config.batch.groups_per_step,
+            max_dropped=sys.maxsize if given.is_replay else MAX_DROPPED_STEPS * config.batch.groups_per_step,
             causes=parts.function_errors.words,
             settled=parts.prompt_progress.settled,
             restored=parts.restored("batching"),

@@ -6,11 +6,11 @@ step trains the version of its own number, so a group assigned to step s has sta
 A group is assigned or dropped whole: removing a single row would change its siblings' baseline. Groups that the method filters out are
 replaced by others, up to a budget per step. After that, the step is filled with whatever arrives, so that no reward can starve the trainer.
 
-Siblings that a coin stopped early (`rules.early_stop`) are no failures: they were started. They count where a group needs so many siblings,
+Siblings that were stopped early (`rules.early_stop`) are no failures: they were started. They count where a group needs so many siblings,
 in its age, in its baseline (with their predicted reward) and among the step's samples, which sums are divided by. They train nothing and
 end as filtered. A group whose siblings were all stopped takes its place in the step with nothing to train. If another group replaced it, or
-if others were required besides the stopped ones, the coins would choose which prompts train, and the weights 1/epsilon could not correct
-for that.
+if others were required besides the stopped ones, the draws would choose which prompts train, and weights of 1/epsilon could not correct for
+that.
 
 A greedy sibling exists for its reward, which is the baseline of the others. It is never a sample, whatever becomes of the group, and ends
 as filtered. Its age does not matter, since any number that does not depend on what its siblings sampled is a baseline without bias. Where
@@ -36,7 +36,7 @@ class Filtered:
 
 
 STOPPED_EARLY = "stopped early"
-"""The reason given for a rollout that a coin stopped."""
+"""The reason given for a rollout that a random draw stopped."""
 GREEDY_BASELINE = "greedy baseline"
 """The reason given for a greedy rollout that has a reward."""
 
@@ -102,7 +102,7 @@ class Verdict:
     is_let_through: bool = False
     """True where it trains although the method filters it out, because the step's budget is spent."""
     closes_step: bool = False
-    """True where this group completes the step: the step is then sealed with `num_tokens` and `num_samples`."""
+    """True where this group completes the step: the step is then closed with `num_tokens` and `num_samples`."""
     num_tokens: int = 0
     """Tokens with a loss in the whole step; meaningful where `closes_step`."""
     num_samples: int = 0

@@ -1,15 +1,15 @@
 """This rule stops a rollout that a process reward model finds hopeless, without bias: Russian roulette. It has no loop and no clock.
 
-When the scores of a prefix flag a rollout, a coin decides: with probability p (`keep_probability`) the rollout goes on and weighs 1/p, else
-it stops and weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that weighs by it
-is unbiased:
+When the scores of a prefix flag a rollout, a random draw decides: with probability p (`keep_probability`) the rollout goes on and weighs
+1/p, else it stops and weighs 0. Where three things hold, E[weight * g] = E[g] for any g of the finished rollout, so every estimate that
+weighs by it is unbiased:
 
 1. the flag depends on the prefix alone, never on what follows (`decide` is given nothing else);
-2. the coin is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
+2. the draw is independent of the sampling: it is a hash of seed, rollout and attempt, so asking again gives the same answer;
 3. baselines leave the rollout itself out, and sums are divided by all rollouts that were started (`algorithms.advantage.early_stop`).
 
 A flag that arrives once the rollout is complete does not count: nothing would be saved. Whether it arrives in time depends on neither the
-coin nor the weight.
+draw nor the weight.
 
 The price is variance: (1/p - 1) * P(flag) * E[g^2 | flag]. The flagged rollouts that go on show what stopping costs: `Audit` estimates
 from them how many flagged rollouts would have been right, and tells when that is too many to go on stopping.
@@ -42,14 +42,14 @@ class EarlyStop:
         self._seed = seed
 
     def decide(self, rollout_id: str, attempt: int, scores: Sequence[float]) -> EarlyStopDecision | None:
-        """Toss the coin once, at the first step whose score is under the threshold; return None while no step of `scores` is."""
+        """Draw once, at the first step whose score is under the threshold; return None while no step of `scores` is."""
         flagged_at = next((k for k, score in enumerate(scores) if k + 1 >= self._min_steps and score < self._threshold), None)
         if flagged_at is None:
             return None
-        stops = self._coin(rollout_id, attempt) >= self._keep_probability
+        stops = self._draw(rollout_id, attempt) >= self._keep_probability
         return EarlyStopDecision(step=flagged_at, predicted=float(scores[flagged_at]), probability=self._keep_probability, stops=stops)
 
-    def _coin(self, rollout_id: str, attempt: int) -> float:
+    def _draw(self, rollout_id: str, attempt: int) -> float:
         """Return a number in [0, 1), equal for equal arguments."""
         digest = hashlib.blake2b(f"{self._seed}/{rollout_id}/{attempt}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) / 2**53
@@ -57,7 +57,7 @@ class EarlyStop:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Audit:
-    """The record of flagged rollouts that went on, and of how many were right. The coin chose them, so they are a fair sample of all
+    """The record of flagged rollouts that went on, and of how many were right. The draw chose them, so they are a fair sample of all
     flagged.
 
     A run that goes on after its orchestrator ended counts anew.

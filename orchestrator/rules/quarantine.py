@@ -61,9 +61,9 @@ class Quarantine:
         rows = sorted({row_of(prompt_id) for prompt_id in prompt_ids})
         for row in rows:
             self._deaths[role, row] = self._deaths.get((role, row), 0) + 1
-        guilty = [row for row in rows if self._deaths[role, row] == MAX_DEATHS]
-        self._held.update(guilty)
-        return guilty
+        quarantined = [row for row in rows if self._deaths[role, row] == MAX_DEATHS]
+        self._held.update(quarantined)
+        return quarantined
 
     def came_through(self, role: str, prompt_id: str) -> bool:
         """Note that a peer of this role has answered everything asked for a prompt; return whether the prompt was a suspect."""

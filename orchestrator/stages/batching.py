@@ -1,4 +1,4 @@
-"""Stage 4: siblings become groups, groups become samples, samples become rows, and a step is sealed when it is complete."""
+"""Stage 4: siblings become groups, groups become samples, samples become rows, and a step is closed when it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipelinerl.runtime.stage import Channel, Signal
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Batching:
-    """The stage that cuts batches as groups complete. A row or a seal leaves only once the ledger has it on disk: see `ledger.ledger`.
+    """The stage that cuts batches as groups complete. A row or an end leaves only once the ledger has it on disk: see `ledger.ledger`.
 
     Rows leave as they fill, while the step is still being filled. Only under a method with a rule over the whole step do they all leave
     when it closes: training on a step then no longer overlaps with its own generation, only with that of the next steps.
@@ -83,7 +83,7 @@ class Batching:
         if not self.cut.is_holding:
             for sample in open_step.unpacked:
                 await self._pack(step, self.packing.add(sample))
-        if self.cut.is_full:  # the earlier life ended between its last group and its end
+        if self.cut.is_full:  # the earlier process ended between its last group and its end
             await self._close_step(step, *self.cut.close())
 
     async def _take(self, scored: ScoredTrajectory) -> None:

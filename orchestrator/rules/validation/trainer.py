@@ -46,7 +46,7 @@ class TrainerProgress:
 def step_done(said: StepDone, progress: TrainerProgress) -> Violation | None:
     """Check that a step is done once, in order, after its last row."""
     if said.step != progress.num_done or not progress.is_next_closed:
-        expected = f"{progress.num_done}, once it is sealed" if not progress.is_next_closed else f"{progress.num_done}"
+        expected = f"{progress.num_done}, once it is closed" if not progress.is_next_closed else f"{progress.num_done}"
         return Violation(kind=Kind.STEPS, words=f"StepDone: step {said.step}, expected {expected}")
     if len(said.metrics) > MAX_FIGURES:
         return Violation(kind=Kind.BOUNDS, words=f"StepDone: {len(said.metrics)} figures, expected at most {MAX_FIGURES}")
