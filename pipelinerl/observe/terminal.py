@@ -24,7 +24,6 @@ from pipelinerl.observe.fold import rows
 from pipelinerl.observe.fold.followed import FollowedRun
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.plain import STUCK_S, PlainLines, end_lines, error_words, identity_words, waiting_words
-from pipelinerl.observe.renamed import Line
 from pipelinerl.observe.report import units
 
 LOOK_EVERY_S = 0.5
@@ -71,14 +70,6 @@ async def show(run_folder: Path, *, console: Console, until: asyncio.Event, bega
         say(end_lines(view.state))
 
 
-def renderable(lines: Iterable[Line]) -> RenderableType:
-    """The picture after these lines."""
-    state = RunState()
-    for line in lines:
-        state.fold(line)
-    return render(state)
-
-
 def render(state: RunState) -> RenderableType:
     """Draw the state: progress, learning, the two halves, accounts, queues."""
     if state.status is None and not state.steps:
@@ -93,15 +84,16 @@ def render(state: RunState) -> RenderableType:
         ("staleness", _staleness(state)),
         ("trainer", _gauge(state.trainer_wait_fraction, "waited for a batch")),
         ("engines", _engines(state)),
-        *([("steps", _steps(state.status.prm))] if state.status and state.status.prm else []),
-        *([("turns", _turns(state.status.environment))] if state.status and state.status.environment else []),
+        ("steps", _steps(state.status.prm) if state.status and state.status.prm else None),
+        ("turns", _turns(state.status.environment) if state.status and state.status.environment else None),
         ("rollouts", Text(identity_words(state))),
         ("queues", _queues(state)),
-        *([("waits", _waits(state))] if _waits(state) is not None else []),
-        *([("errors", _errors(state))] if state.errors.now else []),
-        *([("alarms", _alarms(state))] if state.active_alarms else []),
+        ("waits", _waits(state)),
+        ("errors", _errors(state) if state.errors.now else None),
+        ("alarms", Text("\n".join(map(str, state.active_alarms.values())), style="bold red") if state.active_alarms else None),
     ):
-        table.add_row(name, cell)
+        if cell is not None:
+            table.add_row(name, cell)
     ended = Text(f"ended: {state.end_reason}", style="bold") if state.end_reason is not None else Text("")
     title = escape(state.name) or "run"
     return Panel(Group(table, ended) if state.end_reason is not None else table, title=title, title_align="left", expand=False)
@@ -215,10 +207,6 @@ def _errors(state: RunState) -> Text:
     lines = [f"{units.whole(error.count)} × {error_words(error).removeprefix('ERROR ')}" for error in worst[:ERRORS_SHOWN]]
     more = [f"and {len(worst) - ERRORS_SHOWN} other causes"] if len(worst) > ERRORS_SHOWN else []
     return Text("\n".join([*lines, *more]), style="red")
-
-
-def _alarms(state: RunState) -> Text:
-    return Text("\n".join(map(str, state.active_alarms.values())), style="bold red")
 
 
 def _gauge(fraction: float | None, words: str) -> Text:

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.observe.lines import KIND_WITHIN, SPAN
 from pipelinerl.observe.segments import closed_numbers, closed_path, compressed_path
 
 GAUGES_EVERY_S = 5.0
@@ -28,9 +29,7 @@ WORK_S = 60.0
 """Seconds that one line of `work` sums up; the report's overview of a run of days has bins of many minutes."""
 DIGITS = 7
 """A float32, which most of them were, has as many."""
-_GAUGES, _SPAN, _STEP = (b'"kind": "status"', b'"kind": "load"'), b'"kind": "span"', b'"kind": "step"'
-_KIND_WITHIN = 80
-"""A line begins with its time and its kind."""
+_GAUGES, _STEP = (b'"kind": "status"', b'"kind": "load"'), b'"kind": "step"'
 _EMPTY = b"\n"
 
 
@@ -65,13 +64,13 @@ def thinned(lines: Iterable[bytes]) -> list[bytes]:
     work: dict[tuple[str, str], _Work] = {}
     for at, raw in enumerate(lines):
         kept.append(raw)
-        kind = next((kind for kind in (*_GAUGES, _SPAN, _STEP) if kind in raw[:_KIND_WITHIN]), None)
+        kind = next((kind for kind in (*_GAUGES, SPAN, _STEP) if kind in raw[:KIND_WITHIN]), None)
         line = _decode(raw) if kind is not None else None
         if kind is None or line is None:
             continue
         if kind == _STEP:
             kept[at] = _encode({**_rounded(line), "t": line["t"]})
-        elif kind == _SPAN:
+        elif kind == SPAN:
             _add(line, at, work=work, kept=kept)
         elif line["t"] >= next_gauges_t[kind]:
             next_gauges_t[kind] = line["t"] + GAUGES_EVERY_S

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipelinerl.observe.fold.state import WINDOW_S, RunState
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.plain import PlainLines, plain_line
-from pipelinerl.observe.terminal import LiveView, renderable, show, sparkline
+from pipelinerl.observe.terminal import LiveView, render, show, sparkline
 
 Line = dict[str, Any]
 
@@ -63,7 +63,7 @@ def _folded(*lines: Line) -> RunState:
 
 def _drawn(lines: list[Line], *, width: int = 140) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
-    console.print(renderable(lines))
+    console.print(render(_folded(*lines)))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
 

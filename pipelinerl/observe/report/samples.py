@@ -18,24 +18,24 @@ class ShownSample:
     t: float
     step: int
     rollout_id: str
-    prompt: str
-    pieces: tuple[tuple[int, tuple[str, ...]], ...]
-    """(version, text of each of its tokens) along the completion; version -1 where nobody sampled, for example tool output."""
-    num_tokens: int
-    """Tokens of the completion; more than shown where it was long."""
-    reward: float | None
-    advantage: float | None
-    finish: str
     status: str = "trained"
     """A `messages.TerminalStatus`."""
     reason: str = ""
     """The reason why it was not trained; empty where it was."""
     error: str = ""
     """The words of the engine, the environment or a reward function about its failure."""
+    prompt: str
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     """Columns of the prompt's row, as text, cut: an expected answer stands there. Empty in journals from before they were recorded."""
+    pieces: tuple[tuple[int, tuple[str, ...]], ...]
+    """(version, text of each of its tokens) along the completion; version -1 where nobody sampled, for example tool output."""
+    num_tokens: int
+    """Tokens of the completion; more than shown where it was long."""
+    reward: float | None
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward of each function that applied, before weighting."""
+    advantage: float | None
+    finish: str
     step_scores: tuple[tuple[int, float], ...] = ()
     """(position of its last token in the completion, score) of each step, where a process reward model gave them."""
 

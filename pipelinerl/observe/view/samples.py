@@ -173,19 +173,6 @@ def _whole(name: str, text: str, *, low: int, high: int) -> int:
 
 
 def _told(sample: ShownSample) -> Json:
-    return {
-        "step": sample.step,
-        "id": sample.rollout_id,
-        "status": sample.status,
-        "reason": sample.reason,
-        "error": sample.error,
-        "prompt": sample.prompt,
-        "columns": sample.columns,
-        "pieces": [[version, list(texts)] for version, texts in sample.pieces],
-        "num_tokens": sample.num_tokens,
-        "reward": sample.reward,
-        "components": sample.components,
-        "advantage": sample.advantage,
-        "finish": sample.finish,
-        "step_scores": [list(score) for score in sample.step_scores],
-    }
+    """Its fields, as the page knows them."""
+    names = {field.name: field.name for field in dataclasses.fields(sample) if field.name != "t"} | {"rollout_id": "id"}
+    return {name: getattr(sample, field) for field, name in names.items()}
