@@ -21,7 +21,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.migration.run_folder import migrate
 from orchestrator.ledger.snapshot import read_snapshot, read_steps
 from orchestrator.replay.__main__ import replay
-from orchestrator.replay.recorded import read_drawn, read_recording
+from orchestrator.replay.recorded import read_prompts, read_recording
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
@@ -111,7 +111,7 @@ def test_a_migrated_run_is_checked_and_goes_on(runs: Path, schema: int, name: st
         assert len(revived) + len(snapshot.scored) + assigned == counts.cancelled
         assert sorted(read_steps(ledger, first=num_steps)) == [step for step in snapshot.steps if snapshot.steps[step].num_groups]
     assert checked(folder).problems == []
-    assert len(read_drawn(folder / "ledger.sqlite")) == max(row[4] or 0 for row in old_events) + 1
+    assert len(read_prompts(folder / "ledger.sqlite")) == max(row[4] or 0 for row in old_events) + 1
     assert read_recording(folder / "ledger.sqlite").num_completed == len(old_settled)
     assert not migrate(folder), "there is nothing left to do"
 
