@@ -77,7 +77,7 @@ class Pipeline:
                 watch=parts.watch,
                 credits=parts.credits,
                 max_waiting_tokens=config.prm.max_waiting_tokens,
-                stopping=early_stopping(config, engines=parts.engines.requests),
+                stopping=early_stopping(config, requests=parts.engines.requests),
                 restored=parts.restored("prm"),
                 decisions=past.early_stops,
             )

@@ -86,11 +86,6 @@ class Request:
         """Return True for an answer of the engine that was asked, to this very attempt and turn."""
         return (self.engine_id, self.request.attempt, self.request.turn) == (engine_id, attempt, turn)
 
-    @property
-    def keys(self) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        """The keys of this request among fenced ones: the key of its answer, and the key of the tokens sent before the answer."""
-        return keys_of(self.request)
-
     def noted(self, tokens: Tokens) -> None:
         """Note tokens that the engine has sent while the sequence goes on."""
         if tokens.start == sum(map(len, self.told)):
@@ -122,5 +117,5 @@ class Request:
 
 
 def keys_of(request: Generate) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Return the same as `Request.keys`, for a request that was not sent."""
+    """Return the keys of a request among fenced ones: that of its answer, and that of the tokens sent before the answer."""
     return (request.rollout_id, request.attempt, request.turn), (request.rollout_id, request.attempt)

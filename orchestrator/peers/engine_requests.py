@@ -121,7 +121,7 @@ class EngineRequests:
     ) -> None:
         before = self._asked.get(request.rollout_id)
         if before is not None:  # nobody waits for that any more
-            self._fenced[before.engine_id].add(*before.keys)
+            self._fenced[before.engine_id].add(*keys_of(before.request))
         self._asked[request.rollout_id] = Request(
             engine_id=engine.engine_id,
             request=request,
@@ -141,7 +141,7 @@ class EngineRequests:
         for rollout_id, one in asked.items():
             del self._asked[rollout_id]
             engine.num_outstanding -= 1
-            self._fenced[engine.engine_id].add(*one.keys)
+            self._fenced[engine.engine_id].add(*keys_of(one.request))
             one.lost(engine.engine_id)
 
     def _on_completion(self, peer: str, completion: Completion) -> None:
@@ -207,7 +207,7 @@ class EngineRequests:
         """End the wait for an answer."""
         engine = self._engines[asked.engine_id]
         del self._asked[asked.request.rollout_id]
-        self._fenced[engine.engine_id].add(*asked.keys)
+        self._fenced[engine.engine_id].add(*keys_of(asked.request))
         engine.num_outstanding -= 1
         self._note(engine)
         self._credits.set()

@@ -44,7 +44,7 @@ lets it go on killing.
 """
 
 
-class Writers(Protocol):
+class OpenRequests(Protocol):
     """The part of `peers.engine_requests` that early stop needs."""
 
     def owes(self, rollout_id: str, attempt: int) -> bool: ...
@@ -58,17 +58,17 @@ class EarlyStopping:
 
     rule: EarlyStop
     audit: Audit
-    engines: Writers
+    requests: OpenRequests
 
 
-def early_stopping(config: Config, *, engines: Writers) -> EarlyStopping | None:
+def early_stopping(config: Config, *, requests: OpenRequests) -> EarlyStopping | None:
     """Return what early stop consists of; None in a run without it."""
     stop = config.prm.early_stop
     if stop.threshold is None:
         return None
     rule = EarlyStop(threshold=stop.threshold, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed)
     audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
-    return EarlyStopping(rule=rule, audit=audit, engines=engines)
+    return EarlyStopping(rule=rule, audit=audit, requests=requests)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -287,7 +287,7 @@ class PrmScoring:
 
     def _judge(self, trace: _Trace, *, stopping: EarlyStopping) -> None:
         """Toss a coin for a rollout that is still being written and that its steps so far show to be hopeless."""
-        if not stopping.audit.allows_stopping or not stopping.engines.owes(trace.rollout_id, trace.attempt):
+        if not stopping.audit.allows_stopping or not stopping.requests.owes(trace.rollout_id, trace.attempt):
             return
         decision = stopping.rule.decide(trace.rollout_id, trace.attempt, trace.scores)
         if decision is None:
@@ -300,7 +300,7 @@ class PrmScoring:
         self.ledger.flush()  # before the engine hears of it: see the module
         self.num_stopped += 1
         self._withdraw(trace)
-        stopping.engines.withdraw(trace.rollout_id, trace.attempt)
+        stopping.requests.withdraw(trace.rollout_id, trace.attempt)
 
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
         """Score a rollout that was stopped, once an engine has given it back: it needs no reward."""

@@ -22,7 +22,7 @@ from pipelinerl.runtime.process import crash_report, die_with_parent, how_it_end
 from pipelinerl.runtime.restarts import Restarts
 
 LOOK_EVERY_S = 0.05
-"""Between two looks for engines that ended. Longer delays those that are forked again."""
+"""Seconds between two looks for engines that ended. Longer delays those that are forked again."""
 
 
 def main() -> None:

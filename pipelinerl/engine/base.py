@@ -42,7 +42,7 @@ class Chunk:
     version: int | None = None
     """The policy that sampled these tokens, where an engine serves several side by side; None: the one it committed last."""
     routes: Routes | None = None
-    """With a finish, where experts are recorded: those of every token but the last."""
+    """Routes of every token but the last; None before the finish, and where experts are not recorded."""
 
 
 class Engine(Protocol):

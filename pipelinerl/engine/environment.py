@@ -16,7 +16,7 @@ def set_environment(*, num_ranks: int = 1, is_of_run: bool = False) -> None:
     """Set what vLLM reads from the environment, before it is imported; values that the user has set stand.
 
     `num_ranks` of one engine: on CPUs each has a core of its own, where there are as many. `is_of_run`: it takes policies, perhaps from
-    another machine by NCCL, whose interface is then known only once the orchestrator listens (`road_interface`).
+    another machine by NCCL, whose interface is then known only once the orchestrator listens (`weights.network.nccl_settings`).
     """
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

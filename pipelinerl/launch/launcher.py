@@ -31,9 +31,9 @@ from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
 
 SAVE_GRACE_S = 60.0
-"""How long processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
+"""Seconds that processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
 LOOK_EVERY_S = 1.0
-"""Between two looks for processes that stand still."""
+"""Seconds between two looks for processes that stand still."""
 
 
 def launcher_of(config: Config, roles: tuple[Role, ...], run_folder: Path, *, lease: Lease | None) -> Launcher:
@@ -74,7 +74,7 @@ class Launcher:
         self._running: set[str] = set()
         """Those whose end was not taken from `Processes.ended` yet."""
         self._deadline_s: float | None = None
-        """Once the orchestrator has ended: when the others must have, on the loop's clock."""
+        """The time by which all must have ended, on the loop's clock; None while the orchestrator lives."""
         self._tasks = asyncio.TaskGroup()
         self._dismissed: set[str] = set()
         """Those that were ended because the run was over."""

@@ -17,7 +17,7 @@ from pipelinerl.launch.roles import Role
 from pipelinerl.runtime.process import UNWRITTEN, ancestors, die_with_parent, how_it_ended
 
 KILL_GRACE_S = 5.0
-"""Between asking a process to end and killing it, after another has failed."""
+"""Seconds between asking a process to end and killing it, after another has failed."""
 LOG_TAIL_LINES = 15
 
 

@@ -46,7 +46,7 @@ FIXED_KEYS = (
     "sft_stream.source",
     "sft_stream.batch_size",
 )
-"""What a resumed run must share with its earlier life: the order of its prompts and demonstrations, what a prompt and the end of a
+"""Keys that a resumed run must share with its earlier life: the order of its prompts and demonstrations, what a prompt and the end of a
 completion are (siblings of one group are compared, and some may be sampled after the resume), and what its recorded groups and rows look
 like, whose log-probabilities the trainer compares at its own `rollout.temperature`.
 

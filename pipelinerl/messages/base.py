@@ -99,7 +99,7 @@ class Alive(Message, frozen=True):
     """A sign of life from a peer that has nothing else to say."""
 
     busy_with: Text = ""
-    """What the peer is doing, for the error message of a deadline that runs out."""
+    """The peer's present work, for the error message of a deadline that runs out."""
 
 
 class Stop(Message, frozen=True):

@@ -265,9 +265,9 @@ class WeightsRefused(Message, frozen=True):
 
 
 FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
-"""What an engine may say to the orchestrator."""
+"""The messages of an engine to the orchestrator."""
 ToEngine = Generate | Cancel | Reattach | StageWeights | Stop
-"""What the orchestrator may say to an engine."""
+"""The messages of the orchestrator to an engine."""
 
 
 def _is_constant(versions: Int32) -> bool:

@@ -147,5 +147,5 @@ def _one_line(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what UTF-8 cannot carry: a message may quote half a character."""
+    """Replace what UTF-8 cannot carry: a message may quote half a character."""
     return text.encode("utf-8", "backslashreplace").decode()

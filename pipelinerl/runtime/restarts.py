@@ -8,7 +8,6 @@ well was told to; where the orchestrator lives on, it was told by one that has b
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 REJOIN_AFTER_S = 30.0
 """A process that ended well so long ago is started again. Must exceed what an orchestrator takes to end once it has told everyone."""
@@ -20,44 +19,30 @@ HEALTHY_S = 60.0
 """A process that lived so long starts the doubling anew."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Granted:
-    """The restarts of one process."""
-
-    count: int = 0
-    at_s: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
-    """The times of those within `WINDOW_S`."""
-    num_quick: int = 0
-
-
 class Restarts:
-    """The restarts of processes by name: a budget for each, and a wait that doubles while its deaths follow quickly. Times are in Unix
-    seconds.
-    """
+    """The restarts of processes by name: a budget for each, and a wait that doubles while deaths follow quickly. Times: Unix seconds."""
 
     def __init__(self, *, budget: int, first_wait_s: float) -> None:
         """`budget` restarts of each process within `WINDOW_S`."""
         self._budget = budget
         self._first_wait_s = first_wait_s
-        self._granted: collections.defaultdict[str, _Granted] = collections.defaultdict(_Granted)
+        self._granted_at: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
+        self._num_quick: collections.Counter[str] = collections.Counter()
         self._left_at: dict[str, float] = {}
         """The processes that ended well, and when."""
 
     def count(self, name: str) -> int:
         """The restarts granted to a process so far."""
-        return self._granted[name].count
+        return len(self._granted_at[name])
 
     def next_wait(self, name: str, *, now_s: float, started_s: float) -> float | None:
         """Seconds to wait before a killed process is started again; None where its budget is spent."""
-        granted = self._granted[name]
-        while granted.at_s and now_s - granted.at_s[0] > WINDOW_S:
-            granted.at_s.popleft()
-        if len(granted.at_s) >= self._budget:
+        granted_at = self._granted_at[name]
+        if sum(now_s - at_s <= WINDOW_S for at_s in granted_at) >= self._budget:
             return None
-        granted.at_s.append(now_s)
-        granted.count += 1
-        granted.num_quick = 1 if now_s - started_s >= HEALTHY_S else granted.num_quick + 1
-        return min(MAX_WAIT_S, self._first_wait_s * 2 ** (granted.num_quick - 1))
+        granted_at.append(now_s)
+        self._num_quick[name] = 1 if now_s - started_s >= HEALTHY_S else self._num_quick[name] + 1
+        return min(MAX_WAIT_S, self._first_wait_s * 2 ** (self._num_quick[name] - 1))
 
     def ended_well(self, name: str, *, now_s: float) -> None:
         """Note that a process has ended as it was told."""

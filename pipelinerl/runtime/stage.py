@@ -53,7 +53,7 @@ class Channel(Generic[_T]):
         self.bound_bytes = bound_bytes
         self.num_bytes = 0
         self.claimed_bytes = 0
-        """Of items that were asked for and are not there yet: with `num_bytes` never more than `bound_bytes`, but for one item alone."""
+        """Bytes of items that were asked for and are to come: with `num_bytes` never more than `bound_bytes`, but for one item alone."""
         self.num_items_ever = 0
         self.is_closed = False
         self._watch = watch

@@ -23,7 +23,7 @@ from pipelinerl.errors import PeerSilent, Stalled
 _T = TypeVar("_T")
 
 FILE_POLL_S = 0.02
-"""Between two looks for a file. A shared file system tells nobody of a new file, so this is the one wait that looks again and again."""
+"""Seconds between two looks for a file. A shared file system tells nobody of a new file, so this one wait looks again and again."""
 
 
 LOOKS = 16

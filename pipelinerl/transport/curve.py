@@ -12,7 +12,7 @@ HANDSHAKE_MS = 5000
 descriptor. Shorter cuts off honest peers of a machine that is very busy, which connect again.
 """
 HEARTBEAT_MS, DEAD_MS = 5000, 30000
-"""Between two signs of life on a connection, and how long without one it lasts: a machine that lost its power says no goodbye."""
+"""Milliseconds between two signs of life, and without one until a connection is closed: a machine that lost its power says no goodbye."""
 
 
 def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, max_bytes: int) -> None:

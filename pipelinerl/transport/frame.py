@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<2sBBIQQQQ")
 HEADER_BYTES = _HEADER.size
 _LENGTH = struct.Struct("<I")
 OVERHEAD_BYTES = HEADER_BYTES + _LENGTH.size
-"""What a frame that carries one message is longer than that."""
+"""Bytes of a frame beside those of the one message in it."""
 MAX_BATCH_FRAME_BYTES = (1 << 16) - HEADER_BYTES - 1
 """Messages sent at once share frames up to this size. A frame costs, at both ends, about as much as encrypting 10 KB; with more than
 64 KB the saving is small, and ZeroMQ is handed them without a copy, which costs more than one (`zmq.COPY_BELOW_BYTES`).
@@ -90,7 +90,7 @@ def unpack(frame: bytes | memoryview) -> Header:
 
 
 def join(messages: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """What follows the headers of as few frames as `MAX_BATCH_FRAME_BYTES` allows: each message behind its length."""
+    """Deal messages out to as few frames as `MAX_BATCH_FRAME_BYTES` allows, and give the parts behind each header."""
     parts: list[bytes] = []
     size = 0
     for message in messages:

@@ -29,7 +29,7 @@ WINDOW_BYTES = 32 << 20
 LIMIT_BYTES = 256 << 20
 """Most that is kept for one peer. Requests and rows are bounded by admission and pulls far below it: reaching it means it takes nothing."""
 PROBE_EVERY_S = 1.0
-"""Between two calls of `probe`: a loss is noticed after one to two of them. Shorter asks peers that are merely busy."""
+"""Seconds between two calls of `probe`: a loss is noticed after one to two of them. Shorter asks peers that are merely busy."""
 _FORMER = 8
 """Identities remembered of those who were replaced, so that their late frames are known for what they are."""
 

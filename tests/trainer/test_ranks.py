@@ -16,7 +16,8 @@ from tests.listeners import listeners_of, tree_of
 STARTS = """
     import os, sys
     os.environ["PYTHONPATH"] = folder
-    from trainer.parallel.ranks import end_alike, meeting_in_memory, run_ranks
+    from pipelinerl.runtime.process import end_alike
+    from trainer.parallel.ranks import meeting_in_memory, run_ranks
     with meeting_in_memory() as (where, files):
         code = run_ranks(("job", folder), ranks=range(2), world_size=2, meeting=where, inherited=files)
     if code: end_alike(code)

@@ -30,7 +30,8 @@ from pipelinerl.weights.shared_memory import SharedMemorySender
 
 EXTENSION = "pipelinerl.engine.vllm.worker.PolicyRank"
 ASK_EVERY_S = 0.01
-"""Between two questions whether the ranks are ready; each takes decoding a fraction of a millisecond. Longer makes policies later."""
+"""Seconds between two questions whether the ranks are ready; each takes a fraction of a millisecond from decoding. Longer delays policies.
+"""
 
 
 class RankKilled(SystemExit):

@@ -33,7 +33,7 @@ from pipelinerl.runtime.process import record_failure
 LEAVE_S = 15.0
 """Left of the allocation for the script to requeue the job. Slurm's own kill beats a later exit, and a job it killed is not requeued."""
 LOOK_EVERY_S = 0.5
-"""Between two looks at what other nodes wrote. A shared file system tells nobody of a new file."""
+"""Seconds between two looks at what other nodes wrote. A shared file system tells nobody of a new file."""
 DONE, FAILED = 0, 1
 
 
