@@ -109,16 +109,18 @@ def split(frame: bytes | memoryview) -> list[memoryview]:
     Raises `WireError` where a length leads past its end, and for several messages in more than `MAX_BATCH_FRAME_BYTES`: how many they may
     be has a bound by that.
     """
-    rest, size = memoryview(frame)[HEADER_BYTES:], len(frame) - HEADER_BYTES
+    view, at, size = memoryview(frame), HEADER_BYTES, len(frame)
     messages: list[memoryview] = []
-    while rest:
-        end = _LENGTH.size + (_LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest))
-        if end > len(rest):
-            raise WireError(f"a frame ends after {len(rest)} bytes, within its message {len(messages)}, which has {end}")
-        if end < size > MAX_BATCH_FRAME_BYTES:
-            raise WireError(f"several messages in {size} bytes, expected {MAX_BATCH_FRAME_BYTES} at most", reason="oversize")
-        messages.append(rest[_LENGTH.size : end])
-        rest = rest[end:]
+    while at < size:
+        start = at + _LENGTH.size
+        end = start + _LENGTH.unpack_from(view, at)[0] if start <= size else start
+        if end > size:
+            raise WireError(f"a frame ends after {size - at} bytes, within its message {len(messages)}, which has {end - at}")
+        if end < size > HEADER_BYTES + MAX_BATCH_FRAME_BYTES:
+            words = f"several messages in {size - HEADER_BYTES} bytes, expected {MAX_BATCH_FRAME_BYTES} at most"
+            raise WireError(words, reason="oversize")
+        messages.append(view[start:end])
+        at = end
     return messages
 
 
