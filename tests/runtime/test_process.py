@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.config.file import load_run, parse, write_run
-from pipelinerl.runtime.process import ask_to_replace, asked_to_replace, register
+from pipelinerl.runtime.process import ask_to_replace, asked_to_replace, end_all, how_it_ended, register
 from tests import processes
 
 
@@ -109,6 +110,33 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once(tmp_path: Path):
 def test_a_child_whose_parent_lives_goes_on(tmp_path: Path):
     code = "from pipelinerl.runtime.process import die_with_parent\ndie_with_parent(parent_id)\n"
     assert subprocess.run(processes.program(code, parent_id=os.getpid()), timeout=processes.PATIENCE_S).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-(signal.SIGRTMIN + 3), f"was killed by signal {signal.SIGRTMIN + 3}"),
+    ],
+)
+def test_an_end_is_told_by_exit_code_or_by_the_signals_name(code: int, how: str):
+    assert how_it_ended(code) == how
+
+
+def test_processes_are_asked_to_end_and_killed_after_the_grace():
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(flush=True)\ntime.sleep(100)"
+    codes = {"deaf": deaf, "too": deaf, "asked": "import time\nprint(flush=True)\ntime.sleep(100)", "ended": "print()\nraise SystemExit(3)"}
+    started = [subprocess.Popen(processes.program(code), stdout=subprocess.PIPE) for code in codes.values()]
+    for process in started:
+        assert process.stdout is not None
+        with process.stdout as said:
+            said.readline()  # it is as deaf as it will be
+    started[-1].wait()
+    began = time.monotonic()
+    assert end_all(started, grace_s=0.5) == [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGTERM, 3]
+    assert 0.5 <= time.monotonic() - began < 20.0
 
 
 def test_every_process_reads_the_same_settings(tmp_path: Path):
