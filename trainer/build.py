@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,16 +14,15 @@ from pipelinerl.algorithms.loss.call import check_own_rules
 from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import specs_of
-from pipelinerl.config import Config, Offload
+from pipelinerl.config import Config, Offload, SftSection, TrainerSection
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
+from trainer.backend import Backend, Outputs
 from trainer.checkpoint import portable
 from trainer.controllers import Controllers
-from trainer.critic.critic import Critic, ValueCritic
-from trainer.critic.implicit_prm import ImplicitPrm
+from trainer.critic import Critic, implicit_prm, value_critic
 from trainer.data.demonstrations import Demonstrations
 from trainer.data.sft_stream import SftStream
-from trainer.engine import Engine, Outputs
 from trainer.model.lora import Adapters
 from trainer.model.model import Model
 from trainer.model.reference import Reference
@@ -30,7 +30,6 @@ from trainer.model.teachers import Teachers
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.step import Step
-from trainer.torch_engine import TorchEngine
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.1}
 """Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
@@ -46,21 +45,41 @@ class Trained:
 
 def build_policy(config: Config, *, replicas: Replicas) -> Trained:
     """Load the policy. Raises `ConfigError`."""
-    model = Model(
+    method = method_of(config)
+    return _trained(
+        config,
         config.model.path,
-        dtype=config.model.dtype,
-        temperature=config.rollout.temperature,
-        device=replicas.device,
         replicas=replicas,
-        activation_checkpointing=config.trainer.activation_checkpointing,
-        has_float32_head=config.trainer.float32_head,
+        section=config.trainer,
+        learning_rate=config.learning_rate,
         adapters=adapters_of(config),
         replay_routing=config.model.replay_routing,
-        gives_square_sums=Need.SQUARE_SUM in method_of(config).needs,
-        divergence_mix=divergence_mix(method_of(config)),
-        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
+        gives_square_sums=Need.SQUARE_SUM in method.needs,
+        divergence_mix=divergence_mix(method),
     )
-    return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.learning_rate))
+
+
+def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
+    """Load the model from which the method makes advantages, where it does. Raises `ConfigError`."""
+    needs = method_of(config).needs & CRITICS
+    if not needs:
+        return None
+    folder, learning_rate = config.critic.path or config.model.path, config.critic.learning_rate
+    gives_values = Need.CRITIC in needs
+    return _trained(config, folder, replicas=replicas, section=config.trainer, learning_rate=learning_rate, gives_values=gives_values)
+
+
+def build_sft(config: Config, *, replicas: Replicas) -> Trained:
+    """Load the model to be fine-tuned, which learns at temperature 1. Raises `ConfigError`."""
+    return _trained(
+        config,
+        config.model.path,
+        replicas=replicas,
+        section=config.sft,
+        learning_rate=config.sft_learning_rate,
+        temperature=1.0,
+        adapters=adapters_of(config),
+    )
 
 
 def divergence_mix(method: Method) -> float | None:
@@ -72,25 +91,6 @@ def adapters_of(config: Config) -> Adapters | None:
     """Give the adapters that are trained in place of all weights; None where all weights are."""
     section = config.lora
     return Adapters(rank=section.rank, alpha=section.alpha, targets=section.targets, seed=config.run.seed) if section.rank else None
-
-
-def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:
-    """Load the model from which the method makes advantages, where it does. Raises `ConfigError`."""
-    needs = method_of(config).needs & CRITICS
-    if not needs:
-        return None
-    model = Model(
-        config.critic.path or config.model.path,
-        dtype=config.model.dtype,
-        temperature=config.rollout.temperature,
-        device=replicas.device,
-        replicas=replicas,
-        activation_checkpointing=config.trainer.activation_checkpointing,
-        has_float32_head=config.trainer.float32_head,
-        gives_values=Need.CRITIC in needs,
-        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
-    )
-    return Trained(model=model, optimizer=_optimizer(config, model, replicas=replicas, learning_rate=config.critic.learning_rate))
 
 
 def build_step(
@@ -105,11 +105,10 @@ def build_step(
     """Join the models to what trains them, step by step, from `first_step` on, with the coefficients that `controllers` hold."""
     method = method_of(config)
     check_own_rules(method)
-    engine = TorchEngine(
-        policy.model, optimizer=policy.optimizer, replicas=replicas, read=functools.partial(Outputs.of, extras=policy.model.extras)
-    )
+    read = functools.partial(Outputs.of, extras=policy.model.extras)
+    backend = Backend(policy.model, optimizer=policy.optimizer, replicas=replicas, read=read)
     return Step(
-        engine,
+        backend,
         method=method,
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
@@ -124,17 +123,15 @@ def build_step(
         replay_routing=config.model.replay_routing,
         num_engines=config.engine.count,
         controllers=controllers,
-        sft_stream=_sft_stream(config, engine=engine, replicas=replicas),
+        sft_stream=_sft_stream(config, backend=backend, replicas=replicas),
     )
 
 
 def critic_of(trained: Trained, *, method: Method, replicas: Replicas) -> Critic:
     """A model as the method's kind of critic."""
     options = {name: float(value or 0.0) for name, value in method.critic.options.items()}
-    if Need.IMPLICIT_PRM in method.needs:
-        engine = TorchEngine(trained.model, optimizer=trained.optimizer, replicas=replicas, read=Outputs.of)
-        return ImplicitPrm(engine, **options)
-    return ValueCritic(TorchEngine(trained.model, optimizer=trained.optimizer, replicas=replicas, read=itemgetter(0)), **options)
+    backend = Backend(trained.model, optimizer=trained.optimizer, replicas=replicas, read=itemgetter(0))
+    return (implicit_prm if Need.IMPLICIT_PRM in method.needs else value_critic)(backend, **options)
 
 
 def state_of(policy: Trained, critic: Trained | None = None) -> dict[str, dict[str, torch.Tensor]]:
@@ -145,9 +142,28 @@ def state_of(policy: Trained, critic: Trained | None = None) -> dict[str, dict[s
     return state | {f"critic_{part}": tensors for part, tensors in portable.state_of(critic.model, critic.optimizer).items()}
 
 
-def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rate: float) -> Optimizer:
-    section = config.trainer
-    return Optimizer(
+def _trained(
+    config: Config,
+    folder: Path,
+    *,
+    replicas: Replicas,
+    section: TrainerSection | SftSection,
+    learning_rate: float,
+    temperature: float | None = None,
+    **options: Any,
+) -> Trained:
+    """Load a model to be trained by the schedule of `section`; `options` are further ones of `Model`."""
+    trainer = config.trainer
+    model = _load(
+        config,
+        folder,
+        replicas=replicas,
+        temperature=config.rollout.temperature if temperature is None else temperature,
+        activation_checkpointing=trainer.activation_checkpointing,
+        is_offloaded=trainer.offload is Offload.WEIGHTS,
+        **options,
+    )
+    optimizer = Optimizer(
         model.parameters(),
         schedule=Schedule(
             learning_rate=learning_rate,
@@ -155,21 +171,34 @@ def _optimizer(config: Config, model: Model, *, replicas: Replicas, learning_rat
             warmup_steps=section.warmup_steps,
             final_fraction=section.final_learning_rate_fraction,
         ),
-        betas=section.betas,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
+        betas=trainer.betas,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
         shardings=model.shardings,
         replicas=replicas,
-        is_offloaded=section.offload is Offload.OPTIMIZER,
+        is_offloaded=trainer.offload is Offload.OPTIMIZER,
+    )
+    return Trained(model=model, optimizer=optimizer)
+
+
+def _load(config: Config, folder: Path, *, replicas: Replicas, temperature: float, **options: Any) -> Model:
+    return Model(
+        folder,
+        dtype=config.model.dtype,
+        temperature=temperature,
+        device=replicas.device,
+        replicas=replicas,
+        has_float32_head=config.trainer.float32_head,
+        **options,
     )
 
 
-def _sft_stream(config: Config, *, engine: Engine, replicas: Replicas) -> SftStream | None:
+def _sft_stream(config: Config, *, backend: Backend[Outputs], replicas: Replicas) -> SftStream | None:
     section = config.sft_stream
     if not section.coef:
         return None
     demonstrations = Demonstrations(config, beside_rl=True)
-    return SftStream(demonstrations, engine=engine, replicas=replicas, max_tokens=config.batch.max_tokens, coef=section.coef)
+    return SftStream(demonstrations, backend=backend, replicas=replicas, max_tokens=config.batch.max_tokens, coef=section.coef)
 
 
 def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | Teachers | None:
@@ -183,25 +212,18 @@ def _reference(config: Config, *, policy: Model, method: Method, replicas: Repli
 
 
 def _frozen(config: Config, folder: Path, *, key: str, policy: Model, method: Method, replicas: Replicas) -> Reference:
+    gives_states = Need.DIVERGENCE in method.needs
     if folder == config.model.path and config.lora.rank:
-        return Reference(policy, replicas=replicas)  # what the adapters were put on
-    model = Model(
-        folder,
-        dtype=config.model.dtype,
-        temperature=config.rollout.temperature,
-        device=replicas.device,
-        replicas=replicas,
-        has_float32_head=config.trainer.float32_head,
-        is_frozen=True,
-    )
+        return Reference(policy, replicas=replicas, gives_states=gives_states)  # what the adapters were put on
+    model = _load(config, folder, replicas=replicas, temperature=config.rollout.temperature, is_frozen=True)
     _check_words(model, policy=policy, key=key, folder=folder, own=config.model.path)
-    if Need.DIVERGENCE in method.needs and model.num_words != policy.num_words:
+    if gives_states and model.num_words != policy.num_words:
         raise ConfigError(
             f"{key} {folder} has an output embedding of {model.num_words} words and model.path {config.model.path} one of"
             f" {policy.num_words}: their distributions are not over the same words. Choose a teacher of the same size of vocabulary, or"
             " a method that reads the sampled tokens alone: opd, or kl k3"
         )
-    return Reference(model, replicas=replicas, offloads=config.reference.offload)
+    return Reference(model, replicas=replicas, offloads=config.reference.offload, gives_states=gives_states)
 
 
 def _check_words(reference: Model, *, policy: Model, key: str, folder: Path, own: Path) -> None:

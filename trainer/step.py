@@ -35,12 +35,12 @@ from pipelinerl.algorithms.signal import gradient_needs_advantage
 from pipelinerl.data.expert_routes import num_unrouted, table_of
 from pipelinerl.messages import EngineMismatch, MicroBatch, StepClosed
 from trainer.advantages import HeldRow, with_advantages
+from trainer.backend import Backend, Outputs
 from trainer.controllers import Controllers
-from trainer.critic.critic import Critic, finish_critic_meters
+from trainer.critic import Critic, finish_critic_meters
 from trainer.data.sft_stream import SftStream
 from trainer.data.split import split_by_gradient, without_samples
 from trainer.data.token_columns import columns_of, no_columns
-from trainer.engine import Engine, Outputs
 from trainer.logprob_mismatch import MismatchByEngine, WorstToken, check_logprob_gap, check_mismatch_kl, outlying_engines, worst_token
 from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
@@ -57,7 +57,7 @@ class Step:
 
     def __init__(
         self,
-        engine: Engine,
+        backend: Backend[Outputs],
         *,
         method: Method,
         replicas: Replicas,
@@ -80,7 +80,7 @@ class Step:
         before `critic_warmup_steps` leave the policy as it is. `replay_routing` counts the tokens that have none to replay.
         `num_engines` are compared with each other. `controllers` hold the coefficients that follow a measurement; by default, from the
         method's own on. `sft_stream` has demonstrations that every epoch trains beside the rows."""
-        self._engine = engine
+        self._backend = backend
         self._controllers = controllers or Controllers(method)
         self._replicas = replicas
         self._max_completion_tokens = max_completion_tokens
@@ -91,6 +91,7 @@ class Step:
         self._epochs = epochs
         self._reference = reference
         self._critic = critic
+        self._backends = (backend,) if critic is None else (backend, critic.backend)
         self._critic_warmup_steps = critic_warmup_steps
         self._sft_stream = sft_stream
         self._replay_routing = replay_routing
@@ -152,11 +153,7 @@ class Step:
         self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replay_routing else 0
         if row is not None and batch.teacher_ids is not None:
             row = dataclasses.replace(row, teacher_ids=_teacher_ids(batch, device=self._replicas.device))
-        reference_logprobs = None
-        if self._reference is not None and Need.DIVERGENCE in self._method.needs:
-            reference_logprobs, row = self._reference.states(row)
-        elif self._reference is not None:
-            reference_logprobs = self._reference.logprobs(row)
+        reference_logprobs, row = (None, row) if self._reference is None else self._reference.judge(row)
 
         def columns(outputs: Outputs) -> TokenColumns:
             assert row is not None, "the loss of a zero-loss row is not asked for"
@@ -176,13 +173,13 @@ class Step:
         if not self._holds:
             self._compute(row, lambda outputs: self._loss(columns(outputs)), has_gradient=has_gradient)
             return
-        outputs = self._engine.outputs(row)
-        values = self._critic.values(row) if self._critic is not None else outputs.square_sums if outputs is not None else None
+        outputs = self._backend.outputs(row)
+        values = self._critic.backend.outputs(row) if self._critic is not None else outputs.square_sums if outputs is not None else None
         found = None if outputs is None else columns(outputs)
         self._held.append(HeldRow(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
 
     def train_held(self, sealed: StepClosed) -> None:
-        """Train what waits for the seal: rows held for the whole step, epoch after epoch, or put off by the engine, and demonstrations.
+        """Train what waits for the seal: rows held for the whole step, epoch after epoch, or put off by the backend, and demonstrations.
 
         Comes before `finish`, on every rank.
         """
@@ -202,7 +199,8 @@ class Step:
                 self._train(one, statistics=statistics, rests=rests)
             if self._sft_stream is not None and not rests:
                 self._sft_stream.train(sealed.step, divisor=self._divisor(sealed))
-            self._complete()
+            for backend in self._backends:
+                backend.complete()
 
     def finish(self, sealed: StepClosed) -> dict[str, float]:
         """Sum over the replicas, divide once, update the weights; return the step's numbers, the same on every rank.
@@ -222,9 +220,8 @@ class Step:
 
     def drop(self) -> None:
         """Forget the rows added so far."""
-        self._engine.drop()
-        if self._critic is not None:
-            self._critic.drop()
+        for backend in self._backends:
+            backend.drop()
         self._meters = dict(self._no_meters)
         self._num_tokens = self._num_tokens_without_gradient = self._num_unrouted = 0
         self._by_engine.drop()
@@ -246,14 +243,9 @@ class Step:
     def _compute(self, row: PackedRow | None, loss: Callable[[Outputs], torch.Tensor], *, has_gradient: bool) -> None:
         """Add a row's gradient; where it has none, only what `loss` measures."""
         if has_gradient:
-            self._engine.train(row, loss)
-        elif (outputs := self._engine.outputs(row)) is not None:
+            self._backend.train(row, loss)
+        elif (outputs := self._backend.outputs(row)) is not None:
             loss(outputs)
-
-    def _complete(self) -> None:
-        self._engine.complete()
-        if self._critic is not None:
-            self._critic.complete()
 
     def _loss(self, columns: TokenColumns, *, statistics: StepStatistics | None = None) -> torch.Tensor:
         """A row's raw loss sum; its meters are kept."""
@@ -282,7 +274,7 @@ class Step:
                 check_logprob_gap(numbers, step=sealed.step, limit=self._max_logprob_gap, worst=self._worst, engines=apart)
             check_mismatch_kl(numbers, step=sealed.step, limit=self._max_mismatch_kl, engines=apart)
         if sealed.step >= self._critic_warmup_steps:
-            update = self._engine.update(sealed.step, denominator=divisor)
+            update = self._backend.update(sealed.step, denominator=divisor)
             numbers |= {"grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
         if self._critic is not None:
             update = self._critic.update(sealed)

@@ -13,25 +13,21 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from pipelinerl.config import Config, Offload
+from pipelinerl.config import Config
 from pipelinerl.config.layout import check_layout
 from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import CheckpointFailed
 from pipelinerl.storage.checkpoint_folder import Manifest, complete, read_manifest
-from trainer.build import adapters_of
+from trainer.backend import Backend, Outputs
+from trainer.build import Trained, build_sft, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import refuse_to_replace, save_model
-from trainer.checkpoint.portable import state_of
-from trainer.data.demonstrations import Demonstration, Demonstrations
+from trainer.data.demonstrations import Demonstrations
 from trainer.data.sft_rows import SftRows
-from trainer.engine import Outputs
-from trainer.model.model import Model
-from trainer.optimizer import Optimizer, Schedule, Update
 from trainer.parallel.replicas import Replicas
-from trainer.torch_engine import TorchEngine
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,90 +72,48 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=config.trainer.layout)
     with contextlib.ExitStack() as at_end:
         at_end.callback(replicas.close)
-        model, optimizer = _build(config, replicas=replicas)
-        engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
-        tuning = _Tuning(engine, replicas=replicas, max_tokens=config.batch.max_tokens)
+        tuned = build_sft(config, replicas=replicas)
+        backend = Backend(tuned.model, optimizer=tuned.optimizer, replicas=replicas, read=Outputs.of)
+        rows = SftRows(backend, replicas=replicas, max_tokens=config.batch.max_tokens)
         folder = config.sft_output
-        checkpoints = _Resumable(config, folder, model=model, optimizer=optimizer, replicas=replicas)
+        checkpoints = _Resumable(config, folder, tuned=tuned, replicas=replicas)
         first = checkpoints.restore()
         losses: list[float] = []
         num_tokens = 0
         started = time.perf_counter()
         for step in range(first, section.steps):
             batch = demonstrations.batch_at(step)
-            loss, update = tuning.step(step, batch)
-            losses.append(loss)
+            total = rows.train(batch)
+            backend.complete()
+            num_trained = sum(one.num_trained for one in batch)
+            replicas.sum(total, what=f"to add up the loss of step {step}")
+            update = backend.update(step, denominator=num_trained)
+            losses.append(float(total) / num_trained)
             num_tokens += sum(one.num_tokens for one in batch)
             speed = num_tokens / (time.perf_counter() - started)
-            on_progress(SftProgress(step=step + 1, num_steps=section.steps, loss=loss, grad_norm=update.grad_norm, tokens_per_s=speed))
+            numbers = {"loss": losses[-1], "grad_norm": update.grad_norm, "tokens_per_s": speed}
+            on_progress(SftProgress(step=step + 1, num_steps=section.steps, **numbers))
             checkpoints.begin_if_due(step + 1)
         elapsed_s = time.perf_counter() - started
         checkpoints.wait()
-        save_model(model, folder, source=config.model.path, stop_token_ids=config.rollout.stop_token_ids)
+        save_model(tuned.model, folder, source=config.model.path, stop_token_ids=config.rollout.stop_token_ids)
         checkpoints.remove()
     return SftReport(losses=tuple(losses), num_tokens=num_tokens, elapsed_s=elapsed_s, folder=folder)
-
-
-def _build(config: Config, *, replicas: Replicas) -> tuple[Model, Optimizer]:
-    model = Model(
-        config.model.path,
-        dtype=config.model.dtype,
-        temperature=1.0,
-        device=replicas.device,
-        replicas=replicas,
-        activation_checkpointing=config.trainer.activation_checkpointing,
-        has_float32_head=config.trainer.float32_head,
-        is_offloaded=config.trainer.offload is Offload.WEIGHTS,
-        adapters=adapters_of(config),
-    )
-    optimizer = Optimizer(
-        model.parameters(),
-        schedule=Schedule(
-            learning_rate=config.sft_learning_rate,
-            num_steps=config.sft.steps,
-            warmup_steps=config.sft.warmup_steps,
-            final_fraction=config.sft.final_learning_rate_fraction,
-        ),
-        betas=config.trainer.betas,
-        weight_decay=config.trainer.weight_decay,
-        max_grad_norm=config.trainer.max_grad_norm,
-        shardings=model.shardings,
-        replicas=replicas,
-        is_offloaded=config.trainer.offload is Offload.OPTIMIZER,
-    )
-    return model, optimizer
-
-
-class _Tuning:
-    """Trains batches, an update for each."""
-
-    def __init__(self, engine: TorchEngine[Outputs], *, replicas: Replicas, max_tokens: int) -> None:
-        self._engine = engine
-        self._replicas = replicas
-        self._rows = SftRows(engine, replicas=replicas, max_tokens=max_tokens)
-
-    def step(self, number: int, batch: Sequence[Demonstration]) -> tuple[float, Update]:
-        """Train one batch; return the mean loss over its completion tokens, nats, and the update."""
-        total = self._rows.train(batch)
-        self._engine.complete()
-        num_trained = sum(one.num_trained for one in batch)
-        self._replicas.sum(total, what=f"to add up the loss of step {number}")
-        return float(total) / num_trained, self._engine.update(number, denominator=num_trained)
 
 
 class _Resumable:
     """The checkpoints of one fine-tuning, beside its output, until it is done."""
 
-    def __init__(self, config: Config, folder: Path, *, model: Model, optimizer: Optimizer, replicas: Replicas) -> None:
+    def __init__(self, config: Config, folder: Path, *, tuned: Trained, replicas: Replicas) -> None:
         self._folder = folder.with_name(folder.name + ".checkpoints")
         self._every = config.checkpoint.every
         self._is_first = replicas.rank == 0
-        self._optimizer = optimizer
+        self._optimizer = tuned.optimizer
         settings = json.dumps([config.sft.model_dump(mode="json"), config.run.seed, str(config.model.path), config.batch.max_tokens])
         self._settings = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
         self._checkpoints = Checkpoints(
             self._folder,
-            state=lambda: state_of(model, optimizer),
+            state=lambda: state_of(tuned),
             rank=replicas.rank,
             num_ranks=replicas.size,
             keep=config.checkpoint.keep,

@@ -28,12 +28,11 @@ from pipelinerl.algorithms.methods import resolve
 from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts, reward, train_prompts
 from pipelinerl.messages import UNSAMPLED, MicroBatch, StepClosed
 from scripts.bench.qwen3 import qwen3_config
-from trainer.engine import Outputs
+from trainer.backend import Backend, Outputs
 from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.step import Step
-from trainer.torch_engine import TorchEngine
 
 EOS, FIRST_CHARACTER = 1, 2
 PROMPT_TOKENS, MAX_TOKENS = 7, 8
@@ -250,8 +249,8 @@ def _step(model: Model, *, method: Method, task: Task) -> Step:
         max_grad_norm=1.0,
     )
     replicas = Replicas(ranks=1, deadline_s=60)
-    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
-    return Step(engine, method=method, replicas=replicas, max_completion_tokens=MAX_TOKENS, max_logprob_gap=1e-3)
+    backend = Backend(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
+    return Step(backend, method=method, replicas=replicas, max_completion_tokens=MAX_TOKENS, max_logprob_gap=1e-3)
 
 
 def _score(sampler: Sampler, policy: Policy, *, num_held_out: int) -> float:

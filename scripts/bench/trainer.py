@@ -48,10 +48,10 @@ from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import children, harness
 from scripts.bench.qwen3 import qwen3_config
+from trainer.backend import Backend, Outputs
 from trainer.data.loader import RowLoader
 from trainer.data.rows_in_progress import RowsInProgress
 from trainer.data.sample_digest import SampleDigest
-from trainer.engine import Outputs
 from trainer.loop import Loop
 from trainer.model.head import linear_logprobs
 from trainer.model.model import Model
@@ -61,7 +61,6 @@ from trainer.parallel.replicas import Replicas
 from trainer.rows.packed_row import PackedRow
 from trainer.step import Step
 from trainer.step_timer import StepTimer
-from trainer.torch_engine import TorchEngine
 from trainer.weights.async_publisher import AsyncPublisher
 
 FOLDER = Path("runs/bench-trainer")
@@ -131,13 +130,13 @@ def measure(arguments: Any) -> harness.Measured:
 
 def _plain_s(work: Work) -> float:
     """Seconds the engine alone takes for the work."""
-    step, engine = _make_step()
+    step, backend = _make_step()
     laid_out = [[step.lay_out(row) for row in rows] for rows in work.steps]
     start = time.perf_counter()
     for number, rows in enumerate(laid_out):
         for row in rows:
-            engine.train(row, lambda outputs: -outputs.logprobs.sum())
-        engine.update(number, denominator=work.seal(number).num_tokens)
+            backend.train(row, lambda outputs: -outputs.logprobs.sum())
+        backend.update(number, denominator=work.seal(number).num_tokens)
     return time.perf_counter() - start
 
 
@@ -198,13 +197,13 @@ def _model() -> Model:
     return _MODELS[0]
 
 
-def _make_step() -> tuple[Step, TorchEngine[Outputs]]:
+def _make_step() -> tuple[Step, Backend[Outputs]]:
     model, replicas = _model(), Replicas(ranks=1, deadline_s=60)
     schedule = Schedule(learning_rate=1e-6, num_steps=1000)
     optimizer = Optimizer(model.parameters(), schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
-    engine = TorchEngine(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
+    backend = Backend(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
     method = resolve("grpo", {}, group_size=GROUP_SIZE)
-    return Step(engine, method=method, replicas=replicas, max_completion_tokens=1024, max_logprob_gap=1e9), engine
+    return Step(backend, method=method, replicas=replicas, max_completion_tokens=1024, max_logprob_gap=1e9), backend
 
 
 def _make_model() -> None:

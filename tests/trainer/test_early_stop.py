@@ -21,8 +21,8 @@ from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAIN
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import UNSAMPLED, EarlyStopDecision, Finish, Group, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
+from trainer.backend import Outputs
 from trainer.data.token_columns import columns_of
-from trainer.engine import Outputs
 from trainer.rows.arrange import arrange
 
 THETA = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from pipelinerl.config.layout import Layout, Schedule
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import FAMILIES, VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
-from trainer import torch_engine
+from trainer import backend
 from trainer.model import head
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
@@ -136,7 +136,7 @@ def train(
     metrics: dict[str, float] = {}
     num_rounds = -(-len(rows) // replicas.layout.replicas)
     for number in range(NUM_STEPS):
-        with mock.patch.object(torch_engine, "ROWS_PER_RANK", 2), mock.patch.object(head, "MAX_LOGITS", max_logits):
+        with mock.patch.object(backend, "ROWS_PER_RANK", 2), mock.patch.object(head, "MAX_LOGITS", max_logits):
             for round_index in range(num_rounds):
                 index = round_index * replicas.layout.replicas + replicas.number
                 step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))

@@ -77,7 +77,7 @@ def test_the_model_under_the_adapters_is_a_reference_that_costs_nothing(folders:
     model = _trained(folders["llama"])
     batch = make_batch(_samples())
     row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
-    got = Reference(model, replicas=Replicas(ranks=1, deadline_s=60)).logprobs(row)
+    got = Reference(model, replicas=Replicas(ranks=1, deadline_s=60)).judge(row)[0]
     with torch.no_grad():
         assert got is not None
         assert torch.equal(got, packed_logprobs(make_model(folders["llama"]), _samples()))

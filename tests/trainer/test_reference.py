@@ -151,12 +151,12 @@ def test_weights_on_the_host_give_the_same(folders: dict[str, Path]) -> None:
     row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     replicas = Replicas(ranks=1, deadline_s=60)
     stays, offloads = (Reference(_frozen(folders["qwen3"]), replicas=replicas, offloads=offloads) for offloads in (False, True))
-    got = offloads.logprobs(row)
+    got = offloads.judge(row)[0]
     assert got is not None
-    expected = stays.logprobs(row)
+    expected = stays.judge(row)[0]
     assert expected is not None
     assert torch.equal(got, expected)
-    assert offloads.logprobs(None) is None
+    assert offloads.judge(None) == (None, None)
 
 
 def _config(folder: Path, reference: Path | None, **algorithm: Any) -> Config:

@@ -43,9 +43,9 @@ def batch_of(samples: Samples, **options: Any) -> MicroBatch:
     return msgspec.structs.replace(plain, teacher_ids=teachers)
 
 
-def make_teachers(two: tuple[Path, Path], replicas: Replicas) -> Teachers:
+def make_teachers(two: tuple[Path, Path], replicas: Replicas, *, gives_states: bool = False) -> Teachers:
     models = [make_model(path, temperature=TEMPERATURE, replicas=replicas, is_frozen=True) for path in two]
-    return Teachers([Reference(model, replicas=replicas) for model in models], replicas=replicas)
+    return Teachers([Reference(model, replicas=replicas, gives_states=gives_states) for model in models], replicas=replicas)
 
 
 def train(replicas: Replicas, *, folder: Path, two: tuple[Path, Path], method: str, rows: list[Samples] | None = None) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def train(replicas: Replicas, *, folder: Path, two: tuple[Path, Path], method: s
     rows = rows or [samples[:3], samples[3:4], samples[4:]]
     model = make_model(folder, temperature=TEMPERATURE, replicas=replicas, divergence_mix=0.5 if method == "gkd" else None)
     overrides = {} if method == "gkd" else {"auxiliary": []}
-    step, optimizer = make_step(model, replicas=replicas, method=method, overrides=overrides, reference=make_teachers(two, replicas))
+    teachers = make_teachers(two, replicas, gives_states=method == "gkd")
+    step, optimizer = make_step(model, replicas=replicas, method=method, overrides=overrides, reference=teachers)
     for round_index in range(-(-len(rows) // replicas.layout.replicas)):
         index = round_index * replicas.layout.replicas + replicas.number
         step.add(batch_of(rows[index] if index < len(rows) else [], index=round_index))
@@ -93,7 +94,7 @@ def test_sampled_tokens_are_judged_by_their_own_teacher(folders: dict[str, Path]
 def test_a_teacher_without_a_sample_in_a_row_computes_nothing(folders: dict[str, Path], two: tuple[Path, Path]) -> None:
     replicas = Replicas(ranks=1, deadline_s=60)
     teachers = make_teachers(two, replicas)
-    teachers._references[0].logprobs = None  # pyright: ignore[reportAttributeAccessIssue]
+    teachers._references[0].judge = None  # pyright: ignore[reportAttributeAccessIssue]
     model = make_model(folders["qwen3"], temperature=TEMPERATURE)
     step, _ = make_step(model, method="opd", overrides={"auxiliary": []}, reference=teachers)
     step.add(batch_of(samples_of_both()[1::2]))

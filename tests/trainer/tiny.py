@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS
+from pipelinerl.algorithms.method import ALWAYS_OFFERED, REFERENCE_OFFERS, TRAINER_OFFERS, Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import MicroBatch, StepClosed
+from trainer.backend import Backend, Outputs
 from trainer.build import Trained, critic_of
-from trainer.engine import Outputs
 from trainer.model.model import Model
 from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
@@ -23,7 +23,6 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
 from trainer.step import Step
-from trainer.torch_engine import TorchEngine
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 VOCABULARY = 61
@@ -136,13 +135,15 @@ def make_step(
     resolved = resolve(method, chosen, group_size=8, offers=ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS, epochs=2)
     trained = None if critic is None else Trained(model=critic, optimizer=of_critic[0])
     step = Step(
-        TorchEngine(model, optimizer=optimizer, replicas=replicas, read=functools.partial(Outputs.of, extras=model.extras)),
+        Backend(model, optimizer=optimizer, replicas=replicas, read=functools.partial(Outputs.of, extras=model.extras)),
         method=resolved,
         replicas=replicas,
         max_completion_tokens=32,
         max_logprob_gap=max_logprob_gap,
         max_mismatch_kl=max_mismatch_kl,
-        reference=Reference(reference, replicas=replicas) if isinstance(reference, Model) else reference,
+        reference=Reference(reference, replicas=replicas, gives_states=Need.DIVERGENCE in resolved.needs)
+        if isinstance(reference, Model)
+        else reference,
         critic=None if trained is None else critic_of(trained, method=resolved, replicas=replicas),
         **options,
     )
@@ -152,7 +153,7 @@ def make_step(
 def critic_optimizer(step: Step) -> Optimizer:
     """Of the critic beside the policy."""
     critic: Any = step._critic
-    return critic._engine._optimizer
+    return critic.backend._optimizer
 
 
 def packed_logprobs(model: Model, samples: Sequence[dict[str, np.ndarray]]) -> torch.Tensor:

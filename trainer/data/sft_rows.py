@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from pipelinerl.data.packing import Packing
+from trainer.backend import Backend, Outputs
 from trainer.data.demonstrations import Demonstration
-from trainer.engine import Engine, Outputs
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
 from trainer.rows.packed_row import PackedRow
@@ -18,16 +18,16 @@ from trainer.rows.packed_row import PackedRow
 class SftRows:
     """Adds the gradients of batches. Every rank calls it with the same batch."""
 
-    def __init__(self, engine: Engine, *, replicas: Replicas, max_tokens: int) -> None:
+    def __init__(self, backend: Backend[Outputs], *, replicas: Replicas, max_tokens: int) -> None:
         """`max_tokens` of a row."""
-        self._engine = engine
+        self._backend = backend
         self._replicas = replicas
         self._max_tokens = max_tokens
 
     def train(self, batch: Sequence[Demonstration], *, weight: float = 1.0) -> torch.Tensor:
         """Add the gradient of `weight` times the negative log-likelihood of the completions, summed over their tokens.
 
-        Returns that sum over this replica's rows, in nats and without the weight; it is whole once the engine's `complete` has returned.
+        Returns that sum over this replica's rows, in nats and without the weight; it is whole once the backend's `complete` has returned.
         """
         total = torch.zeros((), device=self._replicas.device)
 
@@ -40,7 +40,7 @@ class SftRows:
         num_replicas = self._replicas.layout.replicas
         for start in range(0, len(rows), num_replicas):
             mine = start + self._replicas.number
-            self._engine.train(self._lay_out(rows[mine]) if mine < len(rows) else None, loss)
+            self._backend.train(self._lay_out(rows[mine]) if mine < len(rows) else None, loss)
         return total
 
     def _packed(self, batch: Sequence[Demonstration]) -> list[list[Demonstration]]:

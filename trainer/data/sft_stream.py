@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import torch
 
+from trainer.backend import Backend, Outputs
 from trainer.data.demonstrations import Demonstrations
 from trainer.data.sft_rows import SftRows
-from trainer.engine import Engine
 from trainer.parallel.replicas import Replicas
 
 
 class SftStream:
     """The demonstrations beside RL. Every rank calls the same methods in the same order."""
 
-    def __init__(self, demonstrations: Demonstrations, *, engine: Engine, replicas: Replicas, max_tokens: int, coef: float) -> None:
-        """`engine` is that of the policy; a row has at most `max_tokens`."""
+    def __init__(
+        self, demonstrations: Demonstrations, *, backend: Backend[Outputs], replicas: Replicas, max_tokens: int, coef: float
+    ) -> None:
+        """`backend` is that of the policy; a row has at most `max_tokens`."""
         self._demonstrations = demonstrations
-        self._rows = SftRows(engine, replicas=replicas, max_tokens=max_tokens)
+        self._rows = SftRows(backend, replicas=replicas, max_tokens=max_tokens)
         self._replicas = replicas
         self._coef = coef
         self._total: torch.Tensor | None = None

@@ -7,7 +7,7 @@ import torch
 
 from pipelinerl.algorithms.loss import TokenColumns
 from pipelinerl.messages import MicroBatch
-from trainer.engine import Outputs
+from trainer.backend import Outputs
 from trainer.rows.packed_row import PackedRow
 
 

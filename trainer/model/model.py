@@ -109,7 +109,7 @@ class Model:
                 module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
             self._stages.append(stage)
         self.extras = ("square_sums",) * gives_square_sums + ("divergence",) * (divergence_mix is not None)
-        """Names of what `outputs` gives of a language model beside log-probabilities and entropies, as in `trainer.engine.Outputs`."""
+        """Names of what `outputs` gives of a language model beside log-probabilities and entropies, as in `trainer.backend.Outputs`."""
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""
         self.pipeline: Pipeline | None = None

@@ -12,7 +12,7 @@ from trainer.model.lora import switched_off
 from trainer.model.model import Model
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import empty_row
-from trainer.rows.packed_row import PackedRow
+from trainer.rows.packed_row import PackedRow, TeacherStates
 
 
 class Reference:
@@ -21,9 +21,13 @@ class Reference:
     Of a policy that trains adapters it may be the policy itself: it is computed with them switched off.
     """
 
-    def __init__(self, model: Model, *, replicas: Replicas, offloads: bool = False) -> None:
-        """`offloads` leaves the weights on the host but while a row is computed; for a model that is not spread."""
+    def __init__(self, model: Model, *, replicas: Replicas, offloads: bool = False, gives_states: bool = False) -> None:
+        """`offloads` leaves the weights on the host but while a row is computed; for a model that is not spread.
+
+        `gives_states` where the policy is compared with the reference's whole distributions.
+        """
         self._model = model
+        self._gives_states = gives_states
         self._shares_passes = replicas.shares_passes
         self._context_shard = replicas.context_shard
         self._device = replicas.device
@@ -34,21 +38,20 @@ class Reference:
             for parameter, weights in self._on_host:
                 parameter.data = weights
 
-    def logprobs(self, row: PackedRow | None) -> torch.Tensor | None:
-        """[K] float32 log-probability of every trained token, at the policy's temperature; None for a zero-loss row."""
-        if row is None and not self._shares_passes:
-            return None
-        with torch.no_grad(), self._on_device(), switched_off(self._model.module):
-            logprobs, _ = self._model.logprobs(row or empty_row(self._device, context_shard=self._context_shard))
-        return None if row is None else logprobs
+    def judge(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
+        """Return ([K] float32 log-probability of every trained token, the row), both None for a zero-loss row.
 
-    def states(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
-        """The same, and the row with what the reference's whole distributions over it are made of."""
+        The log-probabilities are those at the policy's temperature. With `gives_states` the row has what the reference's whole
+        distributions over it are made of.
+        """
         if row is None and not self._shares_passes:
             return None, None
-        with self._on_device(), switched_off(self._model.module):
-            logprobs, states = self._model.states(row or empty_row(self._device, context_shard=self._context_shard))
-        return (None, None) if row is None else (logprobs, dataclasses.replace(row, teachers=(states,)))
+        given = row or empty_row(self._device, context_shard=self._context_shard)
+        with torch.no_grad(), self._on_device(), switched_off(self._model.module):
+            logprobs, found = self._model.states(given) if self._gives_states else self._model.logprobs(given)
+        if row is None:
+            return None, None
+        return logprobs, dataclasses.replace(row, teachers=(found,)) if isinstance(found, TeacherStates) else row
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

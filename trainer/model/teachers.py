@@ -24,18 +24,10 @@ class Teachers:
         self._shares_passes = replicas.shares_passes
         self._context_shard = replicas.context_shard
 
-    def logprobs(self, row: PackedRow | None) -> torch.Tensor | None:
-        """[K] float32 log-probability of every trained token to its own teacher; None for a zero-loss row."""
+    def judge(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
+        """As `Reference.judge`, of every trained token by its own teacher."""
         found = [
-            one.logprobs(self._of(row, number)) if self._computes(row, number) else None for number, one in enumerate(self._references)
-        ]
-        return None if row is None else self._chosen(row, found)
-
-    def states(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
-        """The same, and the row with what its teachers' whole distributions are made of."""
-        found = [
-            one.states(self._of(row, number)) if self._computes(row, number) else (None, None)
-            for number, one in enumerate(self._references)
+            one.judge(self._of(row, number)) if self._computes(row, number) else (None, None) for number, one in enumerate(self._references)
         ]
         if row is None:
             return None, None

@@ -1,4 +1,7 @@
-"""The engine on plain torch: Hugging Face's model code, DTensor and FSDP2 around it, torch's pipelines along it.
+"""The machinery that holds a model, between the RL step and torch: five methods, whatever way the model is sharded.
+
+The backend owns the model, its optimizer and every collective inside a row; the step owns what is trained and why. Inside is plain torch:
+Hugging Face's model code, DTensor and FSDP2 around it, torch's pipelines along it.
 
 A pipeline is worth its waits only with several rows in it. So where ranks share the layers, rows are put off until there are
 `ROWS_PER_RANK` for each of them, and what is left is computed when the step is whole.
@@ -6,6 +9,7 @@ A pipeline is worth its waits only with several rows in it. So where ranks share
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -21,15 +25,34 @@ ROWS_PER_RANK = 4
 """Rows of one pass through a pipeline, for each of its p ranks: of m p rows, the plain schedule waits for (p - 1) / (m p + p - 1) of the
 pass, which is 1/9 with p = 2. More would wait longer for rows to come; activations are held of p rows at once, whatever this is."""
 
-
 Columns = Sequence[torch.Tensor]
 """The columns that `trainer.model.Model.outputs` gives."""
 Output = TypeVar("Output")
 """Those columns under the names of the one that trains the model."""
 
 
-class TorchEngine(Generic[Output]):
-    """A `Model` and an `Optimizer` on the ranks of `Replicas`. Of a policy it is a `trainer.engine.Engine`; a critic has one, too."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """The model's outputs for a row's trained tokens, in the order of the packed row. Legend: `K` tokens with a loss."""
+
+    logprobs: torch.Tensor
+    """[K] float32, natural log of the probability of each, temperature applied; with gradient."""
+    entropy: torch.Tensor
+    """[K] float32, nats, of the distribution each was drawn from; with gradient."""
+    square_sums: torch.Tensor | None = None
+    """[K] float32, sum of the squared probabilities of all words there, without gradient; where the model was told to give them."""
+    divergence: torch.Tensor | None = None
+    """[K] float32, nats, from the teacher's distribution there, with gradient; where the model was told to give it."""
+
+    @classmethod
+    def of(cls, columns: Sequence[torch.Tensor], *, extras: Sequence[str] = ()) -> Outputs:
+        """Name the columns of `trainer.model.Model.outputs`; `extras` are its names for those after the second, which rows without
+        a teacher lack the last of."""
+        return cls(logprobs=columns[0], entropy=columns[1], **dict(zip(extras, columns[2:], strict=False)))
+
+
+class Backend(Generic[Output]):
+    """A `Model` and an `Optimizer` on the ranks of `Replicas`. Every rank calls the same methods in the same order."""
 
     def __init__(self, model: Model, *, optimizer: Optimizer, replicas: Replicas, read: Callable[[Columns], Output]) -> None:
         """`read` names the model's columns: `Outputs.of` for a language model."""
@@ -43,7 +66,11 @@ class TorchEngine(Generic[Output]):
         """Rows that wait for others to go through the pipeline with."""
 
     def train(self, row: PackedRow | None, loss: Callable[[Output], torch.Tensor]) -> None:
-        """See `trainer.engine`: computed at once, but in a pipeline."""
+        """Add the gradient of `loss` over one row, not divided; None is the zero-loss row, whose loss is never asked for.
+
+        `loss` gives a row's raw loss sum of its outputs, a scalar with gradient. The row may be computed later, together with others, but
+        before `complete` returns. `loss` is called with the same outputs on every rank of a replica.
+        """
         if row is None and not self._shares_passes:
             return
         of_columns = _nothing if row is None else self._of_columns(loss)
@@ -56,7 +83,7 @@ class TorchEngine(Generic[Output]):
             self.complete()
 
     def complete(self) -> None:
-        """See `trainer.engine`."""
+        """Compute the rows that were put off."""
         held, self._put_off = self._put_off, []
         if self._model.pipeline is not None and held:
             held += [(self._empty_row(), _nothing)] * (-len(held) % self._num_ranks)
@@ -64,7 +91,7 @@ class TorchEngine(Generic[Output]):
             self._optimizer.collect()
 
     def outputs(self, row: PackedRow | None) -> Output | None:
-        """See `trainer.engine`."""
+        """Compute the outputs of a row without gradient; None for a zero-loss row, which has none."""
         with torch.no_grad():
             if row is not None:
                 return self._read(self._model.outputs(row))
@@ -73,12 +100,12 @@ class TorchEngine(Generic[Output]):
         return None
 
     def update(self, index: int, *, denominator: float) -> Update:
-        """See `trainer.engine`."""
+        """Apply the gradients of all ranks, divided by `denominator`, as optimizer step `index`; start collecting anew."""
         assert not self._put_off, "rows are put off: complete comes before update"
         return self._optimizer.step(index, denominator=denominator)
 
     def drop(self) -> None:
-        """See `trainer.engine`."""
+        """Forget the rows since the last update."""
         self._put_off.clear()
         self._optimizer.drop()
 

@@ -1,1 +1,0 @@
-"""Critics: models that say what a token is worth, trained beside the policy."""
