@@ -41,13 +41,18 @@ def views(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> dict[str, torch.Te
     """Give each tensor of the layout as a view into `buffer` ([bytes] uint8); nothing is copied. Raises `WeightsError` where it cannot."""
     found: dict[str, torch.Tensor] = {}
     for tensor in tensors:
-        end = tensor.offset_bytes + tensor.num_bytes
         if problem := _problem_of(tensor):
             raise WeightsError(problem)
-        if end > len(buffer):
-            raise WeightsError(f"{tensor.name} ends at byte {end}, but the buffer has {len(buffer)}: it was made for another layout")
-        found[tensor.name] = buffer[tensor.offset_bytes : end].view(_dtype_of(tensor)).view(tensor.shape)
+        found[tensor.name] = buffer[place_of(tensor, within=len(buffer))].view(_dtype_of(tensor)).view(tensor.shape)
     return found
+
+
+def place_of(tensor: Tensor, *, within: int) -> slice:
+    """The bytes of a tensor in a buffer of so many. Raises `WeightsError` where that ends before them."""
+    end = tensor.offset_bytes + tensor.num_bytes
+    if end > within:
+        raise WeightsError(f"{tensor.name} ends at byte {end}, but the buffer has {within}: it was made for another layout")
+    return slice(tensor.offset_bytes, end)
 
 
 def check_layout(shapes: Mapping[str, tuple[int, ...]], tensors: Collection[Tensor], *, optional: Collection[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Delta as few bytes: gaps between positions and new values, each close to its entropy.
+"""A delta in few bytes: gaps between positions and new values, each close to its entropy.
 
 Gaps between independent changes are geometric: their low bits are noise, kept as they are, and the rest, in units of `2**low_bits`, goes
 through a Huffman code (Rice's split with a better code for the quotients). A value's bits are turned by one, so that the sign joins the
@@ -47,7 +47,7 @@ _parts = msgspec.msgpack.Decoder(Annotated[list[_Part], msgspec.Meta(max_length=
 
 
 def encode(changes: Delta) -> bytes:
-    """Delta as bytes."""
+    """Encode a delta."""
     parts = [
         _encode_part(size, changes.positions[size], changes.values[size]) for size in changes.positions if len(changes.positions[size])
     ]

@@ -18,7 +18,7 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, read_beside, write_beside
-from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_buffers
+from pipelinerl.weights.shared_names import FOLDER, Owner
 from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
@@ -44,7 +44,6 @@ class CudaIpcSender:
         """Remove what a dead run of the same token left behind. Raises `WeightsError` where there is no CUDA device."""
         self._token, self._folder = token, folder
         self._memory = memory or CudaMemory()
-        unlink_buffers(token, folder=folder)
         self._owner = Owner(token, folder=folder)
 
     def make(self, number: int, num_bytes: int) -> WeightBuffer:
@@ -59,7 +58,6 @@ class CudaIpcSender:
         write_beside(buffer.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
 
     def close(self) -> None:
-        unlink_buffers(self._token, folder=self._folder)
         self._owner.close()
 
 
@@ -93,17 +91,9 @@ class CudaIpcReceiver:
         self._opened.clear()
 
 
-class _Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that CUDA, by way of torch, needs to open another process's memory."""
-
-    device: int
-    memory: bytes
-    num_bytes: int
-    offset_bytes: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    needs_event: bool
+_Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
+"""What CUDA needs to open another process's memory, as torch hands it out and takes it back: device, memory, its size and offset in bytes,
+counter of references and its offset, event, whether it must be waited for."""
 
 
 class CudaMemory:
@@ -119,33 +109,13 @@ class CudaMemory:
         except torch.OutOfMemoryError as error:
             raise WeightsError(f"no room for a policy of {num_bytes} bytes on the device: {error}") from None
         storage: Any = buffer.untyped_storage()
-        device, memory, size, offset, counter, counter_offset, event, needs_event = storage._share_cuda_()
-        handle = _Handle(
-            device=device,
-            memory=memory,
-            num_bytes=size,
-            offset_bytes=offset,
-            counter=counter,
-            counter_offset=counter_offset,
-            event=event,
-            needs_event=needs_event,
-        )
-        return buffer, msgspec.msgpack.encode(handle)
+        return buffer, msgspec.msgpack.encode(storage._share_cuda_())
 
     def open(self, handle: bytes) -> torch.Tensor:
         try:
             found = msgspec.msgpack.decode(handle, type=_Handle)
             storage: Any = torch.UntypedStorage
-            opened = storage._new_shared_cuda(
-                found.device,
-                found.memory,
-                found.num_bytes,
-                found.offset_bytes,
-                found.counter,
-                found.counter_offset,
-                found.event,
-                found.needs_event,
-            )
+            opened = storage._new_shared_cuda(*found)
         except (RuntimeError, msgspec.DecodeError) as error:
             raise WeightsError(f"cannot open the trainer's device memory: {error}; is it alive, and on this machine?") from error
         return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from pipelinerl.messages import Tensor
+from pipelinerl.weights.base import num_bytes
 from pipelinerl.weights.codec import encode
 from pipelinerl.weights.delta import Delta, Positions, Space, union
 from pipelinerl.weights.manifest import Manifest, digest_of, seal
@@ -24,12 +25,15 @@ bounds what is remembered: positions of so many elements, two bytes for each ele
 class DeltaBase:
     """Changes since the oldest policy that any engine holds. Belongs to one thread."""
 
-    def __init__(self, layout: tuple[Tensor, ...], *, num_bytes: int) -> None:
+    def __init__(self, layout: tuple[Tensor, ...]) -> None:
+        self.policy = torch.zeros(num_bytes(layout), dtype=torch.uint8)
+        """[bytes] uint8: where the present policy is written, whole, before `fill`."""
         self.version: int | None = None
         """The version that deltas are applied to; None while some engine needs a whole policy."""
+        self._layout = layout
         self._space = Space(layout)
         self._limit = MAX_CHANGED_FRACTION * sum(self._space.num_elements.values())
-        self._last = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._last = torch.zeros_like(self.policy)
         self._steps: dict[int, dict[int, Positions]] = {}
         """The positions that each version changed against the one before it, by version, ascending."""
         self._oldest: int | None = None
@@ -58,6 +62,17 @@ class DeltaBase:
         self.version = self._oldest = version
         self._steps = {step: found for step, found in self._steps.items() if step > version}
 
+    def fill(self, target: torch.Tensor, version: int) -> Manifest:
+        """Write what is to be sent of `policy` into `target` ([bytes] uint8), and describe it: changes where they are less."""
+        whole = seal(version, self.policy, self._layout)
+        changes = self.delta_of(version, self.policy)
+        encoded = encode(changes) if changes is not None else b""
+        if changes is None or len(encoded) >= len(self.policy):
+            target[: len(self.policy)].copy_(self.policy)
+            return whole
+        target[: len(encoded)].copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        return msgspec.structs.replace(whole, num_bytes=len(encoded), base_version=self.version, payload_digest=digest_of(encoded))
+
     def _forget(self) -> None:
         """Drop the oldest steps beyond what may be remembered; whoever holds a policy before them needs a whole one."""
         while sum(len(found) for step in self._steps.values() for found in step.values()) > self._limit:
@@ -65,15 +80,3 @@ class DeltaBase:
             del self._steps[self._oldest]
         if self.version is not None and self._oldest is not None and self.version < self._oldest:
             self.version = None
-
-
-def fill(target: torch.Tensor, policy: torch.Tensor, *, delta_base: DeltaBase, layout: tuple[Tensor, ...], version: int) -> Manifest:
-    """Write what is to be sent of a policy, whole in `policy`, into `target`, and describe it: changes where they are less."""
-    whole = seal(version, policy, layout)
-    changes = delta_base.delta_of(version, policy)
-    encoded = encode(changes) if changes is not None else b""
-    if changes is None or len(encoded) >= len(policy):
-        target[: len(policy)].copy_(policy)
-        return whole
-    target[: len(encoded)].copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-    return msgspec.structs.replace(whole, num_bytes=len(encoded), base_version=delta_base.version, payload_digest=digest_of(encoded))

@@ -60,8 +60,9 @@ class FilesSender:
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise NoRoom(
-                f"cannot write policy {manifest.version}, {manifest.num_bytes} bytes, to {path}: {error} ({_room(self._folder)});"
-                " engines go on with the policy before. Make room there: a run keeps three policies, and more while an engine lags"
+                f"cannot write policy {manifest.version}, {manifest.num_bytes} bytes, to {path}: {error}"
+                f" ({shutil.disk_usage(self._folder).free} bytes free); engines go on with the policy before. Make room there: a run keeps"
+                " three policies, and more while an engine lags"
             ) from None
         if before != path:
             before.unlink(missing_ok=True)
@@ -111,7 +112,3 @@ def _flush(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _room(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free} bytes free"

@@ -15,7 +15,7 @@ import xxhash
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.base import layout_problems
+from pipelinerl.weights.base import layout_problems, place_of
 from pipelinerl.weights.throttle import throttle
 
 DIGEST_LENGTH = 32
@@ -123,29 +123,13 @@ def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
 
 def digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
     """The digest of each tensor's bytes; of a device's memory, a tensor at a time is brought to the host for it."""
-    if buffer.device.type == "cpu":
-        memory = buffer.numpy().data
-        for tensor in tensors:
-            yield digest_of(_part(memory, tensor))
-            throttle()
-        return
+    # The host's memory without torch: a policy of many small tensors is then hashed in little time.
+    memory = buffer.numpy().data if buffer.device.type == "cpu" else None
     for tensor in tensors:
-        end = tensor.offset_bytes + tensor.num_bytes
-        if end > len(buffer):
-            raise WeightsError(_too_short(tensor, end, len(buffer)))
-        yield digest_of(buffer[tensor.offset_bytes : end].cpu().numpy().data)
-
-
-def _part(memory: memoryview, tensor: Tensor) -> memoryview:
-    """One tensor's bytes, without torch: a policy of many small tensors is then hashed in little time."""
-    end = tensor.offset_bytes + tensor.num_bytes
-    if end > len(memory):
-        raise WeightsError(_too_short(tensor, end, len(memory)))
-    return memory[tensor.offset_bytes : end]
-
-
-def _too_short(tensor: Tensor, end: int, found: int) -> str:
-    return f"{tensor.name} ends at byte {end}, but the buffer has {found}: it was made for another layout"
+        place = place_of(tensor, within=len(buffer))
+        yield digest_of(buffer[place].cpu().numpy().data if memory is None else memory[place])
+        if memory is not None:
+            throttle()
 
 
 def _place(tensor: Tensor) -> str:

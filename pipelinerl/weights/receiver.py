@@ -30,7 +30,7 @@ class Verify(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _VersionedDelta:
     """A delta that leads from any version from `base` on to `version`."""
 
     base: int
@@ -51,7 +51,7 @@ class WeightReceiver:
         self._staged: int | None = None
         self._versions: dict[int, int] = {}
         """The policy that a private buffer holds whole, by the buffer's address."""
-        self._last: _Step | None = None
+        self._last: _VersionedDelta | None = None
         """The changes staged last: they bring the other buffer up to date."""
 
     def stage(self, order: StageWeights) -> None:
@@ -103,7 +103,7 @@ class WeightReceiver:
         self._last = step
         self._swap.stage(buffer)
 
-    def _open(self, payload: Payload, *, name: str) -> _Step:
+    def _open(self, payload: Payload, *, name: str) -> _VersionedDelta:
         manifest = payload.manifest
         found = digest_of_tensor(payload.data)
         if found != manifest.payload_digest:
@@ -119,9 +119,9 @@ class WeightReceiver:
             )
         changes = decode(payload.data.numpy().data, most=self._space.num_elements)
         self._space.check(changes)
-        return _Step(base=base, version=manifest.version, changes=changes)
+        return _VersionedDelta(base=base, version=manifest.version, changes=changes)
 
-    def _bring_up(self, buffer: torch.Tensor, step: _Step) -> None:
+    def _bring_up(self, buffer: torch.Tensor, step: _VersionedDelta) -> None:
         """Make a private buffer the policy that `step` leads to, from whatever it holds."""
         version = self._versions.pop(buffer.data_ptr(), None)
         last = self._last

@@ -20,7 +20,7 @@ import torch
 
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.shared_names import FOLDER, Owner, unlink_buffers
+from pipelinerl.weights.shared_names import FOLDER, Owner
 from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-[0-9]+")
@@ -34,7 +34,6 @@ class SharedMemorySender:
         """Remove what a dead run of the same token left behind. Buffers are made when first needed."""
         assert NAME.fullmatch(f"pipelinerl-{token}-0"), token
         self._token, self._folder = token, folder
-        unlink_buffers(token, folder=folder)
         self._owner = Owner(token, folder=folder)
 
     def make(self, number: int, num_bytes: int) -> WeightBuffer:
@@ -55,7 +54,6 @@ class SharedMemorySender:
         write_beside(buffer.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
 
     def close(self) -> None:
-        unlink_buffers(self._token, folder=self._folder)
         self._owner.close()
 
 
@@ -107,13 +105,7 @@ def read_beside(name: str, suffix: str, *, folder: Path = FOLDER, pattern: re.Pa
 
 def attach_to_write(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
     """Map a buffer that another process of the trainer made, to write a part: [bytes] uint8. Raises `WeightsError` as `attach` does."""
-    file = _open(name, folder, mode=os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-    except ValueError:
-        raise WeightsError(f"slot {name} in {folder} is an empty file: it was truncated; not written") from None
-    finally:
-        os.close(file)
+    return torch.frombuffer(_map(name, folder, is_written=True), dtype=torch.uint8)
 
 
 def attach(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
@@ -121,17 +113,22 @@ def attach(name: str, *, folder: Path = FOLDER) -> torch.Tensor:
 
     `name` comes off the wire. Raises `WeightsError` where it is not a weight buffer's name, or the file is missing or not ours.
     """
-    file = _open(name, folder)
-    try:
-        mapped = mmap.mmap(file, 0, prot=mmap.PROT_READ)
-    except ValueError:
-        raise WeightsError(f"slot {name} in {folder} is an empty file: it was truncated; not taken") from None
-    finally:
-        os.close(file)
+    mapped = _map(name, folder, is_written=False)
     # By address, because torch warns of every buffer that Python calls read-only. The array keeps the mapping alive, the tensor the array.
     array = (ctypes.c_uint8 * len(mapped)).from_address(np.frombuffer(mapped, np.uint8).ctypes.data)
     array.mapped = mapped  # pyright: ignore[reportAttributeAccessIssue]
     return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _map(name: str, folder: Path, *, is_written: bool) -> mmap.mmap:
+    file = _open(name, folder, mode=os.O_RDWR if is_written else os.O_RDONLY)
+    try:
+        return mmap.mmap(file, 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0))
+    except ValueError:
+        end = "written" if is_written else "taken"
+        raise WeightsError(f"weight buffer {name} in {folder} is an empty file: it was truncated; not {end}") from None
+    finally:
+        os.close(file)
 
 
 def _open(name: str, folder: Path, *, suffix: str = "", mode: int = os.O_RDONLY, pattern: re.Pattern[str] = NAME) -> int:

@@ -45,9 +45,11 @@ def unlink_buffers(token: str, *, folder: Path = FOLDER) -> None:
 
 
 class Owner:
-    """This process's claim on the buffers of one token, until `close` or its end."""
+    """This process's claim on the buffers of one token, until `close` or its end. Both ends of it remove those that are there."""
 
     def __init__(self, token: str, *, folder: Path = FOLDER) -> None:
+        self._token, self._folder = token, folder
+        unlink_buffers(token, folder=folder)
         path = folder / f"pipelinerl-{token}-{os.getpid()}{OWNER_SUFFIX}"
         while True:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -58,6 +60,7 @@ class Owner:
 
     def close(self) -> None:
         """Give the claim up; may be called again."""
+        unlink_buffers(self._token, folder=self._folder)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

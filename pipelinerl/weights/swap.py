@@ -200,7 +200,7 @@ class CopySwap:
 class SparseSwap(CopySwap):
     """Copies whole policies, and writes changes where they belong.
 
-    Delta are kept as [count] indices and new bits for each parameter, on the parameter's own device.
+    A delta is kept as [count] indices and new bits for each parameter, on the parameter's own device.
     """
 
     def __init__(self, parameters: Sequence[Placed], *, gathers: bool = True) -> None:

@@ -43,7 +43,7 @@ class AutoReceiver:
 
     def __init__(self, *, folder: Path) -> None:
         """`folder` is where this machine sees the files that the trainer publishes."""
-        self._roads: tuple[tuple[Callable[[str], object], Receiver], ...] = (
+        self._receivers: tuple[tuple[Callable[[str], object], Receiver], ...] = (
             (shared_memory.NAME.fullmatch, shared_memory.SharedMemoryReceiver()),
             (files.NAME.fullmatch, files.FilesReceiver(folder)),
             (cuda_ipc.NAME.fullmatch, cuda_ipc.CudaIpcReceiver()),
@@ -52,13 +52,13 @@ class AutoReceiver:
         )
 
     def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
-        for leads_to, receiver in self._roads:
-            if leads_to(name):
+        for reaches, receiver in self._receivers:
+            if reaches(name):
                 return receiver.fetch(name, digest, spare)
         raise WeightsError(f"{name!r} is not the name of a weight buffer on any transport: shared memory, files, gloo, nccl or CUDA IPC")
 
     def close(self) -> None:
-        for _, receiver in self._roads:
+        for _, receiver in self._receivers:
             receiver.close()
 
 

@@ -15,7 +15,7 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout, views
-from pipelinerl.weights.delta_base import DeltaBase, fill
+from pipelinerl.weights.delta_base import DeltaBase
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.swap import CopySwap, PointerSwap, SparseSwap
 from pipelinerl.weights.transport import Receiver
@@ -236,13 +236,14 @@ class Trainer:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.delta_base = DeltaBase(LAYOUT, num_bytes=num_bytes(LAYOUT))
+        self.delta_base = DeltaBase(LAYOUT)
         self.num_whole = 0
 
     def publish(self, version: int, buffer: torch.Tensor, *, tamper: Callable[[torch.Tensor], None] | None = None) -> StageWeights:
         free = self.transport.pool.acquire(1.0)
         assert free is not None
-        manifest = fill(free.memory, buffer, delta_base=self.delta_base, layout=LAYOUT, version=version)
+        self.delta_base.policy.copy_(buffer)
+        manifest = self.delta_base.fill(free.memory, version)
         self.num_whole += manifest.base_version is None
         if tamper is not None:
             tamper(free.memory)

@@ -23,7 +23,7 @@ def policies(*changed: int) -> list[torch.Tensor]:
 
 
 def test_the_first_policies_are_whole_until_every_engine_holds_one():
-    delta_base = DeltaBase(LAYOUT, num_bytes=num_bytes(LAYOUT))
+    delta_base = DeltaBase(LAYOUT)
     buffers = policies(0, 2, 4)
     assert delta_base.delta_of(1, buffers[1]) is None
     assert delta_base.delta_of(2, buffers[2]) is None
@@ -34,7 +34,7 @@ def test_the_first_policies_are_whole_until_every_engine_holds_one():
 
 
 def test_changes_hold_over_every_policy_since_the_baseline_and_the_baseline_moves_only_when_told():
-    delta_base = DeltaBase(LAYOUT, num_bytes=num_bytes(LAYOUT))
+    delta_base = DeltaBase(LAYOUT)
     buffers = policies(0, 2, 2, 4, 6)
     delta_base.delta_of(1, buffers[1])
     delta_base.move(1)
@@ -55,7 +55,7 @@ def test_changes_hold_over_every_policy_since_the_baseline_and_the_baseline_move
 @pytest.mark.parametrize("news", [None, 0, 2])
 def test_an_engine_that_lost_its_policy_makes_the_next_one_whole(news: int | None):
     """None: it needs a whole one; 0: it was replaced and holds the first; 2: it holds one whose steps are forgotten."""
-    delta_base = DeltaBase(LAYOUT, num_bytes=num_bytes(LAYOUT))
+    delta_base = DeltaBase(LAYOUT)
     buffers = policies(0, 2, 4, 6, 8)
     for version in (1, 2, 3):
         delta_base.delta_of(version, buffers[version])
@@ -69,7 +69,7 @@ def test_an_engine_that_lost_its_policy_makes_the_next_one_whole(news: int | Non
 
 
 def test_a_policy_that_changes_much_is_sent_whole_and_nothing_grows_without_end():
-    delta_base = DeltaBase(LAYOUT, num_bytes=num_bytes(LAYOUT))
+    delta_base = DeltaBase(LAYOUT)
     buffers = policies(0, 2)
     delta_base.delta_of(1, buffers[1])
     delta_base.move(1)

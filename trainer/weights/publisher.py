@@ -17,7 +17,7 @@ from pipelinerl.messages import PolicyPublished, Tensor
 from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.buffer_pool import WeightBufferPool, num_buffers_for
-from pipelinerl.weights.delta_base import DeltaBase, fill
+from pipelinerl.weights.delta_base import DeltaBase
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.transport import WeightBuffer
 from pipelinerl.weights.transports import open_sender
@@ -62,8 +62,8 @@ class Publisher:
         self._run_folder = run_folder
         self._address = address
         self._sends_deltas = sends_deltas
-        self._delta_base: tuple[DeltaBase, torch.Tensor] | None = None
-        """(the delta base, the present policy whole), where deltas are sent."""
+        self._delta_base: DeltaBase | None = None
+        """Where deltas are sent."""
         self._held: int | None = None
         self._rollback_epoch = 0
         self._newest: int | None = None
@@ -117,7 +117,7 @@ class Publisher:
             self._rollback_epoch += 1
             self._newest = self._held = self._written = None
             if self._delta_base is not None:
-                self._delta_base = self._new_delta_base()
+                self._delta_base = DeltaBase(self._layout)
 
     def fix_layout(
         self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, transport: str = "shared_memory", rollback_epoch: int = 0
@@ -150,7 +150,7 @@ class Publisher:
             self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines))
             self._rollback_epoch = rollback_epoch
             if self._sends_deltas:
-                self._delta_base = self._new_delta_base()
+                self._delta_base = DeltaBase(self._layout)
             self._changed.notify_all()
 
     def held(self, version: int | None, *, rollback_epoch: int = 0) -> None:
@@ -165,24 +165,23 @@ class Publisher:
             return pool.acquire(self._deadline_s)
         except NoRoom:
             if self._write_together is not None and not self._is_written(version):
-                whole = torch.zeros(pool.num_bytes, dtype=torch.uint8) if self._delta_base is None else self._delta_base[1]
+                whole = torch.zeros(pool.num_bytes, dtype=torch.uint8) if self._delta_base is None else self._delta_base.policy
                 self._write_whole(version, whole)
             raise
 
     def _write(self, version: int, buffer: WeightBuffer) -> Manifest:
         """Write into a weight buffer what is to be sent of the present weights."""
         memory = buffer.memory
-        whole = memory if self._delta_base is None else self._delta_base[1]
+        whole = memory if self._delta_base is None else self._delta_base.policy
         if self._written is not None and self._is_written(version):
             whole.copy_(self._written[1])
         else:
             self._write_whole(version, whole, name=buffer.name if self._is_mapped and whole is memory else "")
         if self._delta_base is None:
             return seal(version, memory, self._layout)
-        delta_base = self._delta_base[0]
         with self._changed:
-            delta_base.move(self._held)
-        return fill(memory, whole, delta_base=delta_base, layout=self._layout, version=version)
+            self._delta_base.move(self._held)
+        return self._delta_base.fill(memory, version)
 
     def _write_whole(self, version: int, whole: torch.Tensor, *, name: str = "") -> None:
         """Write the present weights into a buffer; `name`: the weight buffer's, where other ranks may map it."""
@@ -196,10 +195,6 @@ class Publisher:
 
     def _is_written(self, version: int) -> bool:
         return self._written is not None and self._written[0] == version
-
-    def _new_delta_base(self) -> tuple[DeltaBase, torch.Tensor]:
-        size = num_bytes(self._layout)
-        return DeltaBase(self._layout, num_bytes=size), torch.zeros(size, dtype=torch.uint8)
 
     def release(self, name: str) -> None:
         """Note that no engine reads a buffer any more. Raises `WeightsError` for one that was not published."""
