@@ -283,7 +283,7 @@ def cast(folder: Path) -> run.Cast:
 
     async def trainer(link: MemoryLink, *, num_steps: int, world: peers.World, record: peers.TrainerRecord) -> None:
         step, _ = make_step(model)
-        publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=folder, deadline_s=10.0)
+        publisher = Publisher(model.tensors, tied_names=model.tied_names, run_folder=folder, deadline_s=10.0)
         link.send(TrainerReady(replica=0, num_replicas=1, process_id=os.getpid(), version=0))
         try:
             fixed = await link.wait()

@@ -23,6 +23,7 @@ from trainer.controllers import Controllers
 from trainer.critic import Critic, implicit_prm, value_critic
 from trainer.data.demonstrations import Demonstrations
 from trainer.data.sft_stream import SftStream
+from trainer.logprob_mismatch import Agreement
 from trainer.model.lora import Adapters
 from trainer.model.model import Model
 from trainer.model.reference import Reference
@@ -112,16 +113,19 @@ def build_step(
         method=method,
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
-        max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
-        max_mismatch_kl=config.trainer.max_mismatch_kl,
+        agreement=Agreement(
+            max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
+            max_mismatch_kl=config.trainer.max_mismatch_kl,
+            first_step=first_step,
+            num_engines=config.engine.count,
+            device=replicas.device,
+        ),
         correct_reward=config.algorithm.correct_reward,
-        first_step=first_step,
         epochs=config.trainer.epochs,
         reference=_reference(config, policy=policy.model, method=method, replicas=replicas),
         critic=None if critic is None else critic_of(critic, method=method, replicas=replicas),
         critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
         replay_routing=config.model.replay_routing,
-        num_engines=config.engine.count,
         controllers=controllers,
         sft_stream=_sft_stream(config, backend=backend, replicas=replicas),
     )

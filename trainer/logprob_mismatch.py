@@ -6,6 +6,7 @@ No single token ends a run: rounding in bfloat16 moves the largest gap of a heal
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -37,15 +38,27 @@ class WorstToken:
     words: str
 
 
-class MismatchByEngine:
-    """The distance of each engine's log-probabilities from the trainer's, summed over the rows of a step; nothing is copied to the host."""
+class Agreement:
+    """Whether the engines' log-probabilities are the trainer's, over the rows of one step after the other; all ranks call it alike."""
 
-    def __init__(self, num_engines: int, *, device: torch.device) -> None:
+    def __init__(
+        self, *, max_logprob_gap: float, device: torch.device, max_mismatch_kl: float = math.inf, first_step: int = 0, num_engines: int = 0
+    ) -> None:
+        """`max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl` that of every step; `num_engines` are compared."""
+        self.max_logprob_gap = max_logprob_gap
+        self.max_mismatch_kl = max_mismatch_kl
+        self._first_step = first_step
+        self._worst: WorstToken | None = None
+        """The worst token of this rank's rows of the first step."""
         self._sums = torch.zeros((num_engines, 3), dtype=torch.float64, device=device)
-        """[E, 3]: sequences, tokens, k3."""
+        """[E, 3]: sequences, tokens, k3 of each engine; nothing is copied to the host before the step ends."""
 
     def add(self, columns: TokenColumns, *, batch: MicroBatch) -> None:
         """Take a row, as the trainer's policy at the start of the step sees it."""
+        if batch.step == self._first_step:
+            found = worst_token(columns, batch=batch)
+            if found is not None and (self._worst is None or not found.gap <= self._worst.gap):  # NaN is the worst
+                self._worst = found
         if batch.engine_ids is None or not len(self._sums):
             return
         known = (batch.engine_ids >= 0) & (batch.engine_ids < len(self._sums))
@@ -58,17 +71,23 @@ class MismatchByEngine:
         of_tokens = torch.stack((torch.zeros_like(inside), inside, torch.where(inside > 0, values, 0.0)), dim=1)
         self._sums.index_add_(0, engine_ids[columns.sequence_ids], of_tokens)
 
-    def take(self, summed: Callable[[torch.Tensor], torch.Tensor]) -> tuple[EngineMismatch, ...]:
-        """Return the mismatch of each engine with a token, `summed` over the replicas; then begin anew."""
-        if not len(self._sums):
-            return ()
-        rows = summed(self._sums.clone()).tolist()
+    def check(self, numbers: dict[str, float], *, step: int, summed: Callable[[torch.Tensor], torch.Tensor]) -> tuple[EngineMismatch, ...]:
+        """Return the mismatch of each engine with a token, `summed` over the replicas; then begin anew. `numbers` are the step's meters.
+
+        Raises `MismatchError` where engine and trainer do not agree.
+        """
+        rows = summed(self._sums.clone()).tolist() if len(self._sums) else []
         self.drop()
-        return tuple(
+        engines = tuple(
             EngineMismatch(engine_id=engine_id, num_sequences=int(sequences), num_tokens=int(tokens), kl_sum=kl_sum)
             for engine_id, (sequences, tokens, kl_sum) in enumerate(rows)
             if tokens
         )
+        outlying = MismatchRule(limit=self.max_mismatch_kl).words(engines)
+        if step == self._first_step:
+            check_logprob_gap(numbers, step=step, limit=self.max_logprob_gap, worst=self._worst, engines=outlying)
+        check_mismatch_kl(numbers, step=step, limit=self.max_mismatch_kl, engines=outlying)
+        return engines
 
     def drop(self) -> None:
         """Forget the rows so far."""
@@ -119,11 +138,6 @@ def check_logprob_gap(numbers: dict[str, float], *, step: int, limit: float, wor
             "  - samples of a packed row see each other, or positions do not restart: a model whose code ignores our attention\n"
             "  - token ids of another tokenizer, or a chat template applied twice"
         )
-
-
-def outlying_engines(engines: Sequence[EngineMismatch], *, limit: float) -> list[str]:
-    """A sentence for each engine that differs from the trainer as no other does."""
-    return MismatchRule(limit=limit).words(engines)
 
 
 def check_mismatch_kl(numbers: dict[str, float], *, step: int, limit: float, engines: Sequence[str] = ()) -> None:

@@ -79,7 +79,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
     if replicas.rank == 0:
         publisher = Publisher(
             policy.model.tensors if sharded is None else sharded.described,
-            tied_names=policy.model.tied_names(),
+            tied_names=policy.model.tied_names,
             run_folder=run_folder,
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,

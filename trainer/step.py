@@ -41,7 +41,7 @@ from trainer.critic import Critic, finish_critic_meters
 from trainer.data.sft_stream import SftStream
 from trainer.data.split import split_by_gradient, without_samples
 from trainer.data.token_columns import columns_of, no_columns
-from trainer.logprob_mismatch import MismatchByEngine, WorstToken, check_logprob_gap, check_mismatch_kl, outlying_engines, worst_token
+from trainer.logprob_mismatch import Agreement
 from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
 from trainer.parallel.replicas import Replicas
@@ -52,66 +52,50 @@ _OF_LAST_EPOCH = ("ratio_mean", "ratio_min", "ratio_max", "ppo_kl", "clip_fracti
 """Meters of how far a step moves; all others are of its first epoch, which sees the policy that the engines know."""
 
 
+@dataclasses.dataclass(eq=False)
 class Step:
     """The step under way: `add` every row, then `finish`, or `drop` it. Used again for the next."""
 
-    def __init__(
-        self,
-        backend: Backend[Outputs],
-        *,
-        method: Method,
-        replicas: Replicas,
-        max_completion_tokens: int,
-        max_logprob_gap: float,
-        max_mismatch_kl: float = float("inf"),
-        correct_reward: float = 1.0,
-        first_step: int = 0,
-        epochs: int = 1,
-        reference: Reference | Teachers | None = None,
-        critic: Critic | None = None,
-        critic_warmup_steps: int = 0,
-        replay_routing: bool = False,
-        num_engines: int = 0,
-        controllers: Controllers | None = None,
-        sft_stream: SftStream | None = None,
-    ) -> None:
-        """`max_completion_tokens` is the constant length of Dr.GRPO; `max_logprob_gap` bounds the check of `first_step`, `max_mismatch_kl`
-        that of every step; a sample with at least `correct_reward` is correct. A step makes `epochs` updates, each over all its rows. Steps
-        before `critic_warmup_steps` leave the policy as it is. `replay_routing` counts the tokens that have none to replay.
-        `num_engines` are compared with each other. `controllers` hold the coefficients that follow a measurement; by default, from the
-        method's own on. `sft_stream` has demonstrations that every epoch trains beside the rows."""
-        self._backend = backend
-        self._controllers = controllers or Controllers(method)
-        self._replicas = replicas
-        self._max_completion_tokens = max_completion_tokens
-        self._max_logprob_gap = max_logprob_gap
-        self._max_mismatch_kl = max_mismatch_kl
-        self._correct_reward = correct_reward
-        self._first_step = first_step
-        self._epochs = epochs
-        self._reference = reference
-        self._critic = critic
-        self._backends = (backend,) if critic is None else (backend, critic.backend)
-        self._critic_warmup_steps = critic_warmup_steps
-        self._sft_stream = sft_stream
-        self._replay_routing = replay_routing
-        self._holds = Need.WHOLE_STEP in method.needs or epochs > 1
+    backend: Backend[Outputs]
+    _: dataclasses.KW_ONLY
+    method: dataclasses.InitVar[Method]
+    replicas: Replicas
+    max_completion_tokens: int
+    """The constant length of Dr.GRPO."""
+    agreement: Agreement
+    """Whether the engines' log-probabilities are the trainer's."""
+    correct_reward: float = 1.0
+    """A sample with at least this reward is correct."""
+    epochs: int = 1
+    """Updates of a step, each over all its rows."""
+    reference: Reference | Teachers | None = None
+    critic: Critic | None = None
+    critic_warmup_steps: int = 0
+    """Steps before this one leave the policy as it is."""
+    replay_routing: bool = False
+    """Tokens that have no route to replay are counted."""
+    controllers: Controllers | None = None
+    """The coefficients that follow a measurement; by default, from the method's own on."""
+    sft_stream: SftStream | None = None
+    """Demonstrations that every epoch trains beside the rows."""
+
+    def __post_init__(self, method: Method) -> None:
+        self._controllers = self.controllers or Controllers(method)
+        self._backends = (self.backend,) if self.critic is None else (self.backend, self.critic.backend)
+        self._holds = Need.WHOLE_STEP in method.needs or self.epochs > 1
         # A pipeline computes several rows in one pass, and a row by itself would cost it as much as the backward pass that it saves.
-        self._needs_advantage = gradient_needs_advantage(method) and replicas.layout.pipeline == 1
+        self._needs_advantage = gradient_needs_advantage(method) and self.replicas.layout.pipeline == 1
         # The meters of a row without a token: every meter there is, so that all ranks reduce the same ones whatever rows they had.
-        nothing = no_columns(replicas.device, has_reference=reference is not None, has_divergence=Need.DIVERGENCE in method.needs)
+        nothing = no_columns(self.replicas.device, has_reference=self.reference is not None, has_divergence=Need.DIVERGENCE in method.needs)
         self._no_meters = policy_loss(nothing, method=method, statistics=StepStatistics()).meters
-        names = critic.meters if critic is not None else ()
-        self._no_meters |= {name: torch.zeros((), dtype=torch.float64, device=replicas.device) for name in names}
+        names = self.critic.meters if self.critic is not None else ()
+        self._no_meters |= {name: torch.zeros((), dtype=torch.float64, device=self.replicas.device) for name in names}
         self._meters = dict(self._no_meters)
         self._num_tokens = 0
-        self._worst: WorstToken | None = None
-        """The worst token of this rank's rows of the first step."""
         self._num_tokens_without_gradient = 0
         """Tokens of rows for which no backward pass was computed."""
         self.engines: tuple[EngineMismatch, ...] = ()
         """The distance of each engine from the trainer in the step that was finished last."""
-        self._by_engine = MismatchByEngine(num_engines, device=replicas.device)
         self._num_unrouted = 0
         """Tokens that were not sent where their engine sent them, because that is not known."""
         self._held: list[HeldRow] = []
@@ -132,8 +116,8 @@ class Step:
             loss_mask=batch.loss_mask,
             lengths=batch.lengths,
             names=batch.rollout_ids,
-            device=self._replicas.device,
-            context_shard=self._replicas.context_shard,
+            device=self.replicas.device,
+            context_shard=self.replicas.context_shard,
             routes=None if batch.routes is None else table_of(batch.routes),
         )
 
@@ -150,10 +134,10 @@ class Step:
         row = row or self.lay_out(batch)
         self._num_tokens += len(batch.token_ids)
         self._num_tokens_without_gradient += 0 if has_gradient else len(batch.token_ids)
-        self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self._replay_routing else 0
+        self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self.replay_routing else 0
         if row is not None and batch.teacher_ids is not None:
-            row = dataclasses.replace(row, teacher_ids=_teacher_ids(batch, device=self._replicas.device))
-        reference_logprobs, row = (None, row) if self._reference is None else self._reference.judge(row)
+            row = dataclasses.replace(row, teacher_ids=_teacher_ids(batch, device=self.replicas.device))
+        reference_logprobs, row = (None, row) if self.reference is None else self.reference.judge(row)
 
         def columns(outputs: Outputs) -> TokenColumns:
             assert row is not None, "the loss of a zero-loss row is not asked for"
@@ -161,20 +145,18 @@ class Step:
                 batch,
                 row,
                 outputs,
-                correct_reward=self._correct_reward,
+                correct_reward=self.correct_reward,
                 reference_logprobs=reference_logprobs,
                 keeps_old=Need.OLD_LOGPROBS in self._method.needs,
             )
-            if batch.step == self._first_step:
-                self._keep_worst(worst_token(found, batch=batch))
-            self._by_engine.add(found, batch=batch)
+            self.agreement.add(found, batch=batch)
             return found
 
         if not self._holds:
             self._compute(row, lambda outputs: self._loss(columns(outputs)), has_gradient=has_gradient)
             return
-        outputs = self._backend.outputs(row)
-        values = self._critic.backend.outputs(row) if self._critic is not None else outputs.square_sums if outputs is not None else None
+        outputs = self.backend.outputs(row)
+        values = self.critic.backend.outputs(row) if self.critic is not None else outputs.square_sums if outputs is not None else None
         found = None if outputs is None else columns(outputs)
         self._held.append(HeldRow(batch=batch, row=row, columns=found, values=values, has_gradient=has_gradient))
 
@@ -185,20 +167,20 @@ class Step:
         """
         held, self._held = self._held, []
         if makes_advantages_in_trainer(self._method):
-            held = with_advantages(held, method=self._method, replicas=self._replicas, correct_reward=self._correct_reward)
+            held = with_advantages(held, method=self._method, replicas=self.replicas, correct_reward=self.correct_reward)
         measured = [one.columns for one in held if one.columns is not None]
         statistics = measure_step(measured, method=self._method, reduce=self._summed)
         if statistics is not None and self._method.weight.options.get("batch_normalize"):
             self._of_step["weight_batch_mean"] = statistics.mean_weight
-        rests = sealed.step < self._critic_warmup_steps
-        for number in range(self._epochs):
+        rests = sealed.step < self.critic_warmup_steps
+        for number in range(self.epochs):
             if number:
                 numbers = self._update(sealed)
                 self._first_epoch = self._first_epoch or numbers
             for one in held:
                 self._train(one, statistics=statistics, rests=rests)
-            if self._sft_stream is not None and not rests:
-                self._sft_stream.train(sealed.step, divisor=self._divisor(sealed))
+            if self.sft_stream is not None and not rests:
+                self.sft_stream.train(sealed.step, divisor=self._divisor(sealed))
             for backend in self._backends:
                 backend.complete()
 
@@ -214,7 +196,7 @@ class Step:
         self.drop()
         numbers |= self._of_step | self._controllers.in_force()
         self._of_step = {}
-        if sealed.step >= self._critic_warmup_steps:  # a policy that rests moves no measurement
+        if sealed.step >= self.critic_warmup_steps:  # a policy that rests moves no measurement
             self._controllers.follow(numbers, agree=self._agreed)
         return numbers | {"num_trained_tokens": float(sealed.num_tokens), "num_micro_batches": float(sealed.num_micro_batches)}
 
@@ -224,7 +206,7 @@ class Step:
             backend.drop()
         self._meters = dict(self._no_meters)
         self._num_tokens = self._num_tokens_without_gradient = self._num_unrouted = 0
-        self._by_engine.drop()
+        self.agreement.drop()
         self._held.clear()
         self._first_epoch = {}
 
@@ -237,14 +219,14 @@ class Step:
             return self._loss(columns, statistics=statistics)
 
         self._compute(held.row, loss, has_gradient=held.has_gradient and not rests)
-        if self._critic is not None:
-            self._critic.train(held, report=self._merge)
+        if self.critic is not None:
+            self.critic.train(held, report=self._merge)
 
     def _compute(self, row: PackedRow | None, loss: Callable[[Outputs], torch.Tensor], *, has_gradient: bool) -> None:
         """Add a row's gradient; where it has none, only what `loss` measures."""
         if has_gradient:
-            self._backend.train(row, loss)
-        elif (outputs := self._backend.outputs(row)) is not None:
+            self.backend.train(row, loss)
+        elif (outputs := self.backend.outputs(row)) is not None:
             loss(outputs)
 
     def _loss(self, columns: TokenColumns, *, statistics: StepStatistics | None = None) -> torch.Tensor:
@@ -252,10 +234,6 @@ class Step:
         sums = policy_loss(columns, method=self._method, statistics=statistics)
         self._merge(sums.meters)
         return sums.loss
-
-    def _keep_worst(self, found: WorstToken | None) -> None:
-        if found is not None and (self._worst is None or not found.gap <= self._worst.gap):  # NaN is the worst
-            self._worst = found
 
     def _merge(self, meters: dict[str, torch.Tensor]) -> None:
         self._meters = merge_meters((self._meters, meters))
@@ -265,22 +243,18 @@ class Step:
         divisor = self._divisor(sealed)
         totals = self._reduced(sealed.step)
         numbers = {"num_tokens": totals.pop("row_tokens_sum"), "num_tokens_without_gradient": totals.pop("row_without_gradient_sum")}
-        numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self._replay_routing else {}
+        numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self.replay_routing else {}
         numbers |= finish_critic_meters(finish_meters(totals, denominator=divisor))
         if not self._first_epoch:  # later epochs have moved away from what the engines know, on purpose
-            self.engines = self._by_engine.take(self._summed)
-            apart = outlying_engines(self.engines, limit=self._max_mismatch_kl)
-            if sealed.step == self._first_step:
-                check_logprob_gap(numbers, step=sealed.step, limit=self._max_logprob_gap, worst=self._worst, engines=apart)
-            check_mismatch_kl(numbers, step=sealed.step, limit=self._max_mismatch_kl, engines=apart)
-        if sealed.step >= self._critic_warmup_steps:
-            update = self._backend.update(sealed.step, denominator=divisor)
+            self.engines = self.agreement.check(numbers, step=sealed.step, summed=self._summed)
+        if sealed.step >= self.critic_warmup_steps:
+            update = self.backend.update(sealed.step, denominator=divisor)
             numbers |= {"grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
-        if self._critic is not None:
-            update = self._critic.update(sealed)
+        if self.critic is not None:
+            update = self.critic.update(sealed)
             numbers |= {"critic_grad_norm": update.grad_norm, "critic_learning_rate": update.learning_rate}
-        if self._sft_stream is not None:
-            numbers |= self._sft_stream.finish(sealed.step)
+        if self.sft_stream is not None:
+            numbers |= self.sft_stream.finish(sealed.step)
         self._meters = dict(self._no_meters)
         return numbers
 
@@ -290,28 +264,28 @@ class Step:
             self._method.aggregation,
             num_tokens=sealed.num_tokens,
             num_sequences=sealed.num_samples,
-            max_tokens=self._max_completion_tokens,
+            max_tokens=self.max_completion_tokens,
         )
 
     def _agreed(self, tensor: torch.Tensor) -> None:
         """Have every rank hold the same tensor, also those of one replica."""
-        self._replicas.reduce(tensor, dist.ReduceOp.MAX, what="to agree on coefficients")
+        self.replicas.reduce(tensor, dist.ReduceOp.MAX, what="to agree on coefficients")
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its sum over all replicas, on the host."""
-        on_device = tensor.to(self._replicas.device)
-        self._replicas.sum(on_device, what="to measure the whole step")
+        on_device = tensor.to(self.replicas.device)
+        self.replicas.sum(on_device, what="to measure the whole step")
         return on_device.cpu()
 
     def _reduced(self, step: int) -> dict[str, float]:
         """The step's meters over all replicas."""
         counts = {"row_tokens_sum": self._num_tokens, "row_without_gradient_sum": self._num_tokens_without_gradient}
-        counts |= {"row_unrouted_sum": self._num_unrouted} if self._replay_routing else {}
+        counts |= {"row_unrouted_sum": self._num_unrouted} if self.replay_routing else {}
         meters = self._meters | {name: torch.tensor(float(count)) for name, count in counts.items()}
         totals: dict[str, float] = {}
-        for is_maximum, reduce in ((False, self._replicas.sum), (True, self._replicas.maximum)):
+        for is_maximum, reduce in ((False, self.replicas.sum), (True, self.replicas.maximum)):
             names = sorted(name for name in meters if reduces_by_maximum(name) == is_maximum)
-            values = torch.stack([meters[name].double().to(self._replicas.device) for name in names])
+            values = torch.stack([meters[name].double().to(self.replicas.device) for name in names])
             reduce(values, what=f"to add up the meters of step {step}")
             totals |= dict(zip(names, values.tolist(), strict=True))
         return totals

@@ -29,6 +29,7 @@ from pipelinerl.demo.sort_digits import BEHAVIOURS, CHARACTERS, held_out_prompts
 from pipelinerl.messages import UNSAMPLED, MicroBatch, StepClosed
 from scripts.bench.qwen3 import qwen3_config
 from trainer.backend import Backend, Outputs
+from trainer.logprob_mismatch import Agreement
 from trainer.model.model import Model
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
@@ -250,7 +251,13 @@ def _step(model: Model, *, method: Method, task: Task) -> Step:
     )
     replicas = Replicas(ranks=1, deadline_s=60)
     backend = Backend(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
-    return Step(backend, method=method, replicas=replicas, max_completion_tokens=MAX_TOKENS, max_logprob_gap=1e-3)
+    return Step(
+        backend,
+        method=method,
+        replicas=replicas,
+        max_completion_tokens=MAX_TOKENS,
+        agreement=Agreement(max_logprob_gap=1e-3, device=replicas.device),
+    )
 
 
 def _score(sampler: Sampler, policy: Policy, *, num_held_out: int) -> float:

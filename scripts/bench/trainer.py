@@ -52,6 +52,7 @@ from trainer.backend import Backend, Outputs
 from trainer.data.loader import RowLoader
 from trainer.data.rows_in_progress import RowsInProgress
 from trainer.data.sample_digest import SampleDigest
+from trainer.logprob_mismatch import Agreement
 from trainer.loop import Loop
 from trainer.model.head import linear_logprobs
 from trainer.model.model import Model
@@ -203,7 +204,13 @@ def _make_step() -> tuple[Step, Backend[Outputs]]:
     optimizer = Optimizer(model.parameters(), schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
     backend = Backend(model, optimizer=optimizer, replicas=replicas, read=Outputs.of)
     method = resolve("grpo", {}, group_size=GROUP_SIZE)
-    return Step(backend, method=method, replicas=replicas, max_completion_tokens=1024, max_logprob_gap=1e9), backend
+    return Step(
+        backend,
+        method=method,
+        replicas=replicas,
+        max_completion_tokens=1024,
+        agreement=Agreement(max_logprob_gap=1e9, device=replicas.device),
+    ), backend
 
 
 def _make_model() -> None:

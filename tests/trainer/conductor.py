@@ -90,7 +90,7 @@ class Conductor:
 
     def __post_init__(self) -> None:
         self.engine = make_model(self.folder, temperature=0.8)
-        tied_names = self.engine.tied_names()
+        tied_names = self.engine.tied_names
         needed = {name: tensor for name, tensor in self.engine.tensors().items() if name not in tied_names}
         self.layout = self.layout or plan_layout(needed)
         self._rows = {0: self._make_rows(0)}

@@ -53,8 +53,8 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
     def told(message: Any) -> None:
         after.append({name: tensor.clone() for name, tensor in model.tensors().items()})
 
-    publisher = Publisher(read, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
-    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
+    publisher = Publisher(read, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=10.0)
+    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names})
     publisher.fix_layout(layout, num_engines=4)
     rows = [_wave(make_batch(samples, step=number)) for number in range(3)]
     seals = [make_seal(samples, step=number) for number in range(3)]
@@ -105,13 +105,13 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
     model = make_model(folders["qwen3"])
     samples = [make_sample(np.random.default_rng(3), prompt=3, completion=5)]
     step, _ = make_step(model, learning_rate=1e-2)
-    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
+    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names})
     published: list[PolicyPublished] = []
     done: list[StepDone] = []
     with small_disk(tmp_path / "weights", size_bytes=5 * num_bytes(layout)) as disk:
         monkeypatch.setattr("pipelinerl.weights.shared_memory.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
         receiver = FilesReceiver(disk) if transport == "files" else SharedMemoryReceiver(folder=disk)
-        publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0)
+        publisher = Publisher(model.tensors, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=10.0)
         publisher.fix_layout(layout, num_engines=4, transport=transport)
         filler = disk / "filler"
 

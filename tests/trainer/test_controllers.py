@@ -132,7 +132,7 @@ def test_a_step_without_a_token_and_a_policy_that_rests_move_nothing(folders: di
     trainer.step.add(make_batch([]))
     trainer.step.finish(StepClosed(step=0, num_micro_batches=1, num_tokens=0, num_samples=0))
     assert trainer.controllers.in_force() == {"kl_coef": 0.3, "entropy_coef": 0.0}
-    trainer.step._critic_warmup_steps = 2
+    trainer.step.critic_warmup_steps = 2
     trainer.version = 1
     trainer.train(2)
     assert trainer.controllers.in_force() == {"kl_coef": 0.3, "entropy_coef": 0.0}

@@ -45,7 +45,7 @@ def _values(model: Model, samples: Samples) -> torch.Tensor:
     batch = make_batch(samples)
     row = arrange(batch.token_ids, loss_mask=batch.loss_mask, lengths=batch.lengths, names=batch.rollout_ids)
     assert row is not None
-    return model.values(row)
+    return model.outputs(row)[0]
 
 
 def _train(step: Step, rows: list[Samples], *, number: int = 0) -> dict[str, float]:

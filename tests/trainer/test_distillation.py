@@ -170,7 +170,7 @@ def test_a_run_computes_the_divergence_that_its_config_names(folders: dict[str, 
     merged = {name: ({"path": str(path)} if name == "reference" else {}) | values for name, values in sections.items()}
     step = _build(_config(folders["qwen3"], path, **merged))
     samples = _samples()
-    step._max_logprob_gap = step._max_mismatch_kl = float("inf")
+    step.agreement.max_logprob_gap = step.agreement.max_mismatch_kl = float("inf")
     step.add(make_batch(samples))
     numbers = step.finish(make_seal(samples))
     total, _ = _by_definition(folders["qwen3"], path, samples, mix=0.5)

@@ -20,7 +20,7 @@ from trainer.weights.publisher import Publisher
 
 
 def _publisher(model: Model, run_folder: Path, *, deadline_s: float = 10.0) -> Publisher:
-    return Publisher(model.tensors, tied_names=model.tied_names(), run_folder=run_folder, deadline_s=deadline_s)
+    return Publisher(model.tensors, tied_names=model.tied_names, run_folder=run_folder, deadline_s=deadline_s)
 
 
 def _fused_layout(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ def _fetch(policy: PolicyPublished, layout: tuple[Tensor, ...]) -> Payload:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_published_bytes_are_the_model_by_name(folders: dict[str, Path], tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     model = make_model(folders[family])
-    tensors = {name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()}
+    tensors = {name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names}
     layout = _fused_layout(tensors, dtype=dtype)
     publisher = _publisher(model, tmp_path)
     publisher.fix_layout(layout)
@@ -77,7 +77,7 @@ def test_the_weights_of_the_moment_are_published_and_earlier_ones_stay(folders: 
 
 def test_tied_names_may_be_left_out_and_others_may_not(folders: dict[str, Path], tmp_path: Path) -> None:
     model = make_model(folders["qwen3"])
-    assert model.tied_names() == {"lm_head.weight"}
+    assert model.tied_names == {"lm_head.weight"}
     tensors = model.tensors()
     publisher = _publisher(model, tmp_path)
     try:
@@ -118,8 +118,8 @@ def test_changes_are_sent_once_every_engine_holds_a_policy_and_whole_ones_where_
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model = make_model(folders["qwen3"])
-    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names()})
-    publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0, sends_deltas=True)
+    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names})
+    publisher = Publisher(model.tensors, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=10.0, sends_deltas=True)
     publisher.fix_layout(layout)
     try:
         sizes = []
@@ -146,7 +146,7 @@ def test_engines_that_ask_for_adapters_get_these_alone_and_a_trainer_of_all_weig
     model = make_model(folders["qwen3"], adapters=Adapters(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), seed=1))
     shapes = {name: tuple(tensor.shape) for name, tensor in make_model(folders["qwen3"]).tensors().items()}
     layout = adapter_layout(shapes, AdapterShape(rank=3, alpha=6.0, targets=("q_proj", "down_proj")), dtype="float32")
-    publisher = Publisher(model.tensors, tied_names=model.tied_names(), run_folder=tmp_path, deadline_s=10.0, adapters=model.adapters)
+    publisher = Publisher(model.tensors, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=10.0, adapters=model.adapters)
     try:
         wider = adapter_layout(shapes, AdapterShape(rank=4, alpha=6.0, targets=("q_proj", "down_proj")), dtype="float32")
         with pytest.raises(WeightsError, match=r"misshapen: .*q_proj\.lora_A\.weight is \[4, "):

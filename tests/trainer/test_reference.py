@@ -173,7 +173,7 @@ def test_a_run_loads_the_reference_its_method_reads_and_no_other(folders: dict[s
 
     def reference_of(config: Config) -> object:
         policy = build_policy(config, replicas=replicas)
-        return build_step(config, policy=policy, critic=None, replicas=replicas, first_step=0)._reference
+        return build_step(config, policy=policy, critic=None, replicas=replicas, first_step=0).reference
 
     with_kl = {"overrides": {"kl": "k3"}}
     assert reference_of(_config(folders["qwen3"], teacher, **with_kl)) is not None

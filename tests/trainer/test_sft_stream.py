@@ -56,7 +56,7 @@ def _step(folder: Path, *, is_streamed: bool = True, replicas: Replicas | None =
     step, optimizer = make_step(model, replicas=replicas, **options)
     if is_streamed:
         found = Demonstrations(_config(folder), beside_rl=True)
-        step._sft_stream = SftStream(found, backend=step._backend, replicas=replicas, max_tokens=24, coef=COEF)
+        step.sft_stream = SftStream(found, backend=step.backend, replicas=replicas, max_tokens=24, coef=COEF)
     return step, optimizer, model
 
 

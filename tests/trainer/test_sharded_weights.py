@@ -48,11 +48,11 @@ def publish(
     publisher = None
     if replicas.rank == 0:
         published = model.described_adapters() if are_separate else sharded.described()
-        described = {name: tensor for name, tensor in published.items() if name not in model.tied_names()}
+        described = {name: tensor for name, tensor in published.items() if name not in model.tied_names}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
         publisher = Publisher(
             sharded.described,
-            tied_names=model.tied_names(),
+            tied_names=model.tied_names,
             run_folder=run_folder,
             deadline_s=20.0,
             write=sharded.lead,
@@ -89,9 +89,9 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transp
     now_s = 0.0
     publisher = None
     if replicas.rank == 0:
-        described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names()}
+        described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in described.items()})
-        publisher = Publisher(sharded.described, tied_names=model.tied_names(), run_folder=disk.parent, deadline_s=20.0, write=sharded.lead)
+        publisher = Publisher(sharded.described, tied_names=model.tied_names, run_folder=disk.parent, deadline_s=20.0, write=sharded.lead)
         publisher.fix_layout(layout, num_engines=2, transport=transport)
     found: dict[str, Any] = {"found": []}
     with AsyncPublisher(publisher, sharded=sharded, send=sent.append, clock=lambda: now_s) as async_publisher:

@@ -139,7 +139,7 @@ def test_a_run_loads_every_teacher_that_its_config_names(folders: dict[str, Path
     config = _config(folders["qwen3"], two[0], reference=reference)
     replicas = Replicas(ranks=1, deadline_s=60)
     step = build_step(config, policy=build_policy(config, replicas=replicas), critic=None, replicas=replicas, first_step=0)
-    step._max_logprob_gap = step._max_mismatch_kl = float("inf")
+    step.agreement.max_logprob_gap = step.agreement.max_mismatch_kl = float("inf")
     samples = samples_of_both()
     step.add(batch_of(samples))
     totals = [_by_definition(folders["qwen3"], two[number], samples[number::2], mix=0.5)[0] for number in (0, 1)]

@@ -16,6 +16,7 @@ from pipelinerl.algorithms.methods import resolve
 from pipelinerl.messages import MicroBatch, StepClosed
 from trainer.backend import Backend, Outputs
 from trainer.build import Trained, critic_of
+from trainer.logprob_mismatch import Agreement
 from trainer.model.model import Model
 from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
@@ -106,6 +107,8 @@ def make_step(
     replicas: Replicas | None = None,
     max_logprob_gap: float = 1e9,
     max_mismatch_kl: float = 1e9,
+    first_step: int = 0,
+    num_engines: int = 0,
     learning_rate: float = 1e-3,
     max_grad_norm: float = 1e9,
     method: str = "grpo",
@@ -139,8 +142,13 @@ def make_step(
         method=resolved,
         replicas=replicas,
         max_completion_tokens=32,
-        max_logprob_gap=max_logprob_gap,
-        max_mismatch_kl=max_mismatch_kl,
+        agreement=Agreement(
+            max_logprob_gap=max_logprob_gap,
+            max_mismatch_kl=max_mismatch_kl,
+            first_step=first_step,
+            num_engines=num_engines,
+            device=replicas.device,
+        ),
         reference=Reference(reference, replicas=replicas, gives_states=Need.DIVERGENCE in resolved.needs)
         if isinstance(reference, Model)
         else reference,
@@ -152,8 +160,8 @@ def make_step(
 
 def critic_optimizer(step: Step) -> Optimizer:
     """Of the critic beside the policy."""
-    critic: Any = step._critic
-    return critic.backend._optimizer
+    assert step.critic is not None
+    return step.critic.backend._optimizer
 
 
 def packed_logprobs(model: Model, samples: Sequence[dict[str, np.ndarray]]) -> torch.Tensor:

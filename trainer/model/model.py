@@ -90,7 +90,8 @@ class Model:
             module.eval()
             if activation_checkpointing:
                 _recompute_layers(module)
-            self._tied_names = _tied_names(module)
+            self.tied_names = _tied_names(module)
+            """Names that are another name for a parameter already named: a published policy may leave them out."""
             self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
             self._adapted = frozenset(adapted(module))
             shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
@@ -147,11 +148,6 @@ class Model:
         """Rows of the output embedding, on all ranks."""
         return self._stages[-1].num_words
 
-    def values(self, row: PackedRow) -> torch.Tensor:
-        """Return [K] float32, a value model's value of the state before every trained token, with gradient."""
-        (values,) = self.outputs(row)
-        return values
-
     def outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         """Return these as they come: (values,), or (log-probabilities, entropies) and `extras`, divergences of rows with teachers only."""
         if self.pipeline is not None:
@@ -178,12 +174,11 @@ class Model:
 
         Mostly the weights themselves, not copies, where they are not spread.
         """
-        return dict(self.stream())
-
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same one after the other, in the same order on every rank, so that no more than one need be whole at a time."""
-        for name, tensor in self.state():
-            yield from revert_weight_conversion(self.module, {name: tensor}).items()
+        return {
+            published: part
+            for name, tensor in self.state()
+            for published, part in revert_weight_conversion(self.module, {name: tensor}).items()
+        }
 
     def state(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The present weights by the name transformers' module has for them (by default all `shapes`), whole, adapters merged into them.
@@ -232,10 +227,6 @@ class Model:
     def described_adapters(self) -> dict[str, torch.Tensor]:
         """The same without memory, for their shapes; nothing is gathered."""
         return {published_name(name): torch.empty(shape, device="meta") for name, shape in self._adapter_shapes.items()}
-
-    def tied_names(self) -> frozenset[str]:
-        """Names that are another name for a parameter already named: a published policy may leave them out."""
-        return self._tied_names
 
 
 class _Stage(torch.nn.Module):
