@@ -28,7 +28,7 @@ pass, which is 1/9 with p = 2. More would wait longer for rows to come; activati
 Columns = Sequence[torch.Tensor]
 """The columns that `trainer.model.Model.outputs` gives."""
 Output = TypeVar("Output")
-"""Those columns under the names of the one that trains the model."""
+"""The same columns under names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

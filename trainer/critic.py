@@ -35,7 +35,7 @@ class Critic:
     meters: tuple[str, ...]
     """Raw sums that `train` reports of a row, in the order in which `loss` gives them."""
     counted: Callable[[StepClosed], int]
-    """What of a step the loss is a mean over."""
+    """Counts in a step what the loss is a mean over: tokens or sequences."""
 
     def train(self, held: HeldRow, *, report: Callable[[Meters], None]) -> None:
         """Add the gradient of its loss summed over a row, not divided. The row may be computed later, see `Backend.train`."""

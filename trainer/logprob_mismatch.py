@@ -20,13 +20,13 @@ from pipelinerl.errors import MismatchError
 from pipelinerl.messages import EngineMismatch, MicroBatch
 
 DRIFT = 20.0
-"""How much more than engine and trainer at equal weights all tokens may differ, staleness included. At the default limit that is a mean KL
+"""All tokens may differ by this many times as much as tokens at equal weights, staleness included. At the default limit that is a mean KL
 of 0.6 nats per token: a few tokens then hold all the importance. Smaller would end runs that stale tokens alone have moved."""
 
 
 QUANTILE_FACTOR = 10.0
-"""How much more than in the mean engine and trainer may differ at the 0.99 quantile. Normal errors have 3.2 times their mean there,
-rounding has a longer tail; smaller would end runs over it, larger would let one wrong sequence in fifty pass."""
+"""Engine and trainer may differ by this many times as much at the 0.99 quantile as in the mean. Normal errors have 3.2 times their mean
+there, rounding has a longer tail; smaller would end runs over it, larger would let one wrong sequence in fifty pass."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class WorstToken:
 
 
 class Agreement:
-    """Whether the engines' log-probabilities are the trainer's, over the rows of one step after the other; all ranks call it alike."""
+    """The check that the engines' log-probabilities are the trainer's, for one step after the other; all ranks call it alike."""
 
     def __init__(
         self, *, max_logprob_gap: float, device: torch.device, max_mismatch_kl: float = math.inf, first_step: int = 0, num_engines: int = 0

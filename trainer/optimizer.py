@@ -85,7 +85,7 @@ class Optimizer:
         kinds: dict[tuple[dist.ProcessGroup, ...], int] = {}
         places = [kinds.setdefault(holding.sums, len(kinds)) for holding in shardings]
         self._order = sorted(range(len(pairs)), key=places.__getitem__)
-        """Which parameter is the first of the buffer, which the next."""
+        """The number of the parameter that is first in the buffer, of the next, and so on."""
         held = [pairs[index] for index in self._order]
         sizes = [local(parameter.detach()).numel() for parameter, _ in held]
         self.gradient = torch.zeros(sum(sizes), device=local(held[0][0].detach()).device)

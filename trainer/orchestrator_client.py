@@ -42,7 +42,7 @@ PULLS_AHEAD = 2
 ALIVE_EVERY_S = 2.0
 """Between two signs of life. Must stay well below `trainer.silent_after_s`."""
 CLOSE_S = 5.0
-"""How long a closing client may take to hand its last messages to the connection."""
+"""Seconds that a closing client may take to hand its last messages to the connection."""
 
 
 class Pulls:
@@ -131,7 +131,7 @@ class OrchestratorClient:
         self._end_of_training: EndTraining | None = None
         """No row is wanted any more; what the trainer says still is."""
         self._knows_layout = False
-        """Whatever buffer is handed back before is one of the trainer before this one."""
+        """False: a buffer that is handed back belongs to the trainer before this one."""
         self._is_closing = threading.Event()
         self._link: Link | None = None
         """None until connected."""

@@ -63,7 +63,7 @@ class Step:
     max_completion_tokens: int
     """The constant length of Dr.GRPO."""
     agreement: Agreement
-    """Whether the engines' log-probabilities are the trainer's."""
+    """The check that the engines' log-probabilities are the trainer's."""
     correct_reward: float = 1.0
     """A sample with at least this reward is correct."""
     epochs: int = 1
@@ -272,7 +272,7 @@ class Step:
         self.replicas.reduce(tensor, dist.ReduceOp.MAX, what="to agree on coefficients")
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its sum over all replicas, on the host."""
+        """Return the sum of a tensor over all replicas, on the host."""
         on_device = tensor.to(self.replicas.device)
         self.replicas.sum(on_device, what="to measure the whole step")
         return on_device.cpu()

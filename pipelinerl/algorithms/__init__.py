@@ -5,7 +5,7 @@ A rule is a function under a decorator (`declare`), a method a choice of rules (
 Orchestrator side, numpy only, importable without torch:
     methods          METHODS, the table; `resolve(name, overrides)` gives the one `Method` a run uses
     declare, rules   the rules a row is made of, each declared at its function; validation says what does not combine
-    credit/          the two calls of the orchestrator: `group_advantages` when a group closes, `step_advantages` when a batch is cut;
+    advantage/       the two calls of the orchestrator: `group_advantages` when a group closes, `step_advantages` when a batch is cut;
                      in it, a file for each kind of advantage
     staleness        how old tokens are, and which of them may still train
 

@@ -16,7 +16,7 @@ Option = float | int | bool | str | None
 
 
 class Supplier(enum.Enum):
-    """Who gives a rule what it needs, and when."""
+    """The part of a run that gives a rule what it needs."""
 
     ROW = "every row of every run carries it"
     GROUP = "the orchestrator knows it of every group, and an advantage that the trainer makes cannot read it"
@@ -66,7 +66,7 @@ class Need(enum.StrEnum):
     CORRECT = "correct", Supplier.ROW
     """Correctness, 0 or 1 per sequence."""
     TRUNCATED = "truncated", Supplier.ROW
-    """Whether a sequence was cut off at its longest allowed length."""
+    """True for a sequence that was cut off at its longest allowed length."""
     TOKEN_VERSIONS = "token_versions", Supplier.ROW
     """The version that sampled each token."""
     ENTROPY = "entropy", Supplier.TRAINER, "the entropy's gradient keeps one more table of logits"
@@ -113,7 +113,7 @@ class Need(enum.StrEnum):
         "set reference.path to a teacher's folder, and trainer.parallel.pipeline to 1, where a rank has both output embeddings; or choose"
         " opd, or kl k3, which read the sampled tokens alone",
     )
-    """How far the policy's whole distribution is from a reference's or teacher's, per token, with gradient."""
+    """The distance of the policy's whole distribution from a reference's or teacher's, per token, with gradient."""
     TOKEN_KL = (
         "token_kl",
         Supplier.REFERENCE,
@@ -138,7 +138,7 @@ CRITICS = frozenset({Need.CRITIC, Need.IMPLICIT_PRM})
 
 
 class Aggregation(enum.StrEnum):
-    """How per-token losses become one number: the unit of the raw sum, and what divides it once per step."""
+    """The rule by which per-token losses become one number: the unit of the raw sum, and what divides it once per step."""
 
     TOKEN_MEAN = "token-mean"
     """Sum over tokens / tokens of the global batch. Long answers weigh more."""
@@ -193,7 +193,7 @@ class Method:
     masks: tuple[Rule, ...] = ()
     """Rejections; a token trains where all of them keep it. They change numerators only."""
     mask_order: str = "unstated"
-    """Whether token masks act before or after a sequence-level weight is formed: "before_weight", "after_weight"."""
+    """Token masks act "before_weight" or "after_weight", that is before or after a sequence-level weight is formed."""
     kl: Rule = NONE
     """Penalty towards the reference policy, over all trained tokens."""
     auxiliary: tuple[Rule, ...] = ()

@@ -1,7 +1,7 @@
 """METHODS, the table of training methods, and `resolve`, which gives the one method a run uses.
 
 A row changes columns of `START`; everything else stays as there. A new method is one more `_row`. A rule that does not exist yet is one
-function under a decorator of `declare`, in `credit` where it reads rewards, in `loss` where it reads log-probabilities.
+function under a decorator of `declare`, in `advantage` where it reads rewards, in `loss` where it reads log-probabilities.
 
 A trust region acts only where its ratio moves, so rows that have one draw it around the engine's own probabilities mu, which are those of
 the policy that sampled: the old policy of the published formula. TRL's AsyncGRPO, verl's bypass mode and prime-rl do the same. It costs no

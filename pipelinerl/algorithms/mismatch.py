@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pipelinerl.messages import EngineMismatch
 
 FACTOR = 10.0
-"""How many times the others' KL an engine must have. Smaller would name one that is a version behind the others, larger would let one
-forge that is just under the limit of a run far off policy."""
+"""An engine with this many times the others' KL stands out. Smaller would name one that is a version behind the others, larger would let
+one forge that is just under the limit of a run far off policy."""
 MIN_TOKENS = 32
 """Fewest tokens of an engine to be judged by: the KL of a single token is anything."""
 

@@ -65,7 +65,7 @@ CARRIED: Mapping[str, Mapping[str, Carried]] = {
     "masks": _TOKENS,
     "auxiliary": _TOKENS,
 }
-"""What a user's function may ask for, by column. Advantages are numpy, on the orchestrator; the others torch, in the trainer."""
+"""The things that a user's function may ask for, by column. Advantages are numpy, on the orchestrator; the others torch, in the trainer."""
 RENAMED = {"trains": "loss_mask"}
 """Earlier name of something that a function may ask for -> its present name."""
 COMPARES = frozenset({"ratio", "proximal_logprobs"})

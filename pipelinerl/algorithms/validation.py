@@ -111,7 +111,7 @@ def _bounds(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
 
 
 def _stopped_rule(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str]:
-    """Whatever compares rollouts by who was not stopped makes the estimate depend on the coins."""
+    """A rule that compares those who were not stopped makes the estimate depend on the coins."""
     if run.stops_early and chosen.column == "advantage" and not chosen.spec.allows_stopped:
         yield (
             f"prm.early_stop.threshold stops siblings early, and {chosen} would compare the others only: the estimate would be biased."
@@ -222,7 +222,7 @@ def _withheld(method: Method, run: RunFacts) -> Iterator[str]:
 
 
 def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
-    """Whatever measures or divides by those who were not stopped makes the estimate depend on the coins, too."""
+    """A method that measures those who were not stopped, or divides by them, makes the estimate depend on the coins, too."""
     if not run.stops_early:
         return
     if Need.WHOLE_STEP in method.needs:

@@ -208,7 +208,7 @@ class TrainingEnded(Message, frozen=True):
     """The trainer has stopped training; all messages about its steps, policies and checkpoints came before this one."""
 
     version: int
-    """Its last policy."""
+    """The last policy that the trainer published."""
 
 
 FromTrainer = (

@@ -17,7 +17,7 @@ from pipelinerl.weights.transport import Sender, WeightBuffer
 def num_buffers_for(num_engines: int) -> int:
     """The number of buffers with which no engine, however slow, holds up the trainer while another one is served.
 
-    At most one policy that each engine serves from and one that it has been told to fetch, and one being written. Slots are made when
+    At most one policy that each engine serves from and one that it has been told to fetch, and one being written. Buffers are made when
     first needed: engines that keep pace share theirs, and three do for any number of them.
     """
     return 2 * num_engines + 1

@@ -58,7 +58,7 @@ class Connect(Protocol):
 
 
 class PointToPointSender:
-    """Slots in the trainer's memory, sent to whoever calls: a `Sender`."""
+    """Weight buffers in the trainer's memory, sent to whoever calls: a `Sender`."""
 
     def __init__(self, scheme: str, connect: Connect, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> None:
         """`scheme` is how names of these weight buffers begin."""

@@ -100,14 +100,14 @@ def by_files(folder: Path, layout: tuple[Tensor, ...]) -> Transport:
     return Transport(pool=pool, receive=lambda: FilesReceiver(folder / "weights"), damage=damage, layout=layout)
 
 
-def by_call(host: PointToPointSender, guest: Callable[[float], PointToPointReceiver], layout: tuple[Tensor, ...]) -> Transport:
+def by_call(host: PointToPointSender, receiver: Callable[[float], PointToPointReceiver], layout: tuple[Tensor, ...]) -> Transport:
     def damage(buffer: str) -> None:
         number = int(buffer.rpartition("/")[2])
         encoded, payload = host._offered[number]
         host._offered[number] = encoded, payload[: len(payload) // 2]
 
     pool = WeightBufferPool(host, num_bytes=num_bytes(layout), max_buffers=9)
-    return Transport(pool=pool, receive=lambda: guest(20.0), damage=damage, layout=layout, hasty=lambda: guest(1.0))
+    return Transport(pool=pool, receive=lambda: receiver(20.0), damage=damage, layout=layout, hasty=lambda: receiver(1.0))
 
 
 def by_gloo(folder: Path, layout: tuple[Tensor, ...]) -> Transport:

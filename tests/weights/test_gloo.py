@@ -114,12 +114,12 @@ def test_a_stranger_with_the_address_learns_nothing_from_the_store(trainer: Trai
 def test_the_store_keeps_nothing_of_calls_that_went_well():
     layout = plan_layout({"a": torch.zeros(1000, dtype=torch.uint8)})
     host = gloo.sender(deadline_s=10.0)
-    pool, guest = WeightBufferPool(host, num_bytes=num_bytes(layout)), gloo.receiver(deadline_s=10.0)
+    pool, receiver = WeightBufferPool(host, num_bytes=num_bytes(layout)), gloo.receiver(deadline_s=10.0)
     buffer = pool.acquire(1.0)
     assert buffer is not None
     digest = pool.publish(buffer, seal(1, buffer.memory, layout))
     for _ in range(3):
-        guest.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
+        receiver.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
     pool.close()  # waits for those who answer
     assert host._server._store.values == {}
 
@@ -146,16 +146,16 @@ def test_the_trainer_listens_on_its_own_address_alone():
 
 def test_a_line_to_the_trainer_is_used_again_and_not_for_another_trainer():
     layout = plan_layout({"a": torch.zeros(1000, dtype=torch.uint8)})
-    guest = gloo.receiver(deadline_s=10.0)
+    receiver = gloo.receiver(deadline_s=10.0)
     pools = [WeightBufferPool(gloo.sender(deadline_s=10.0), num_bytes=num_bytes(layout)) for _ in range(2)]
     lines = []
     for pool in (pools[0], pools[0], pools[1]):
         buffer = pool.acquire(1.0)
         assert buffer is not None
         digest = pool.publish(buffer, seal(1, buffer.memory, layout))
-        guest.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
-        assert guest._client is not None
-        (line,) = guest._client._idle
+        receiver.fetch(buffer.name, digest, lambda manifest: torch.zeros(1000, dtype=torch.uint8))
+        assert receiver._client is not None
+        (line,) = receiver._client._idle
         lines.append(line)
     assert lines[0] is lines[1]
     assert lines[2] is not lines[0]

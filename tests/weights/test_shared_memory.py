@@ -1,4 +1,4 @@
-"""Slots in shared memory: who may read them, and what is left behind."""
+"""Weight buffers in shared memory: who may read them, and what is left behind."""
 
 import contextlib
 import faulthandler

@@ -31,7 +31,7 @@ from trainer.rows.packed_row import PackedRow
 READY_AHEAD = 1
 """Rows laid out on the device and not yet taken, beside one in the thread's hands. More would hold device memory for nothing."""
 GRACE_S = 30.0
-"""How much longer than a leader, which knows whom it waits for, the other ranks wait for it: so that its error comes first."""
+"""Seconds by which other ranks wait longer for a leader than it waits for the orchestrator: its error, which names whom, comes first."""
 CLOSE_S = 5.0
 
 
@@ -106,7 +106,10 @@ class RowLoader:
             self._client.busy_with = what
 
     def take(self) -> Item:
-        """Wait for this rank's next row with its layout, or the seal after a step's last. Raises as `Feed.take`, and `DataError`."""
+        """Wait for this rank's next row with its layout, or the seal after a step's last.
+
+        Raises as `OrchestratorClient.take`, and `DataError`.
+        """
         item = self._ready.get()  # the thread sees to the deadline
         if isinstance(item, Stop | Exception):
             self._ready.put(item)  # nothing comes after it

@@ -46,7 +46,7 @@ class LoraLinear(torch.nn.Linear):
         self.is_on = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As `torch.nn.Linear`, with the adapter's part added where it is on."""
+        """Compute what `torch.nn.Linear` does, and add the adapter's part where it is on."""
         output = super().forward(input)
         return output + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale if self.is_on else output
 

@@ -25,7 +25,7 @@ class Teachers:
         self._context_shard = replicas.context_shard
 
     def judge(self, row: PackedRow | None) -> tuple[torch.Tensor | None, PackedRow | None]:
-        """As `Reference.judge`, of every trained token by its own teacher."""
+        """Judge every trained token by its own teacher, as `Reference.judge` does."""
         found = [
             one.judge(self._of(row, number)) if self._computes(row, number) else (None, None) for number, one in enumerate(self._references)
         ]

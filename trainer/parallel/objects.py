@@ -29,7 +29,7 @@ def refuse_foreign_objects() -> None:
 
 
 def gathered(value: Any, *, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[Any]:
-    """What every rank of a group gives, by rank; plain JSON values, which travel as bytes. Every rank calls this.
+    """Return what every rank of a group gives, by rank; plain JSON values, which travel as bytes. Every rank calls this.
 
     `device`: where the group's collectives take tensors from; default: the host, as gloo's do.
     """

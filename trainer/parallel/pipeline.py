@@ -33,7 +33,7 @@ class Stage(Protocol):
     """A run of layers of the model on this rank, a `torch.nn.Module`."""
 
     rows: Sequence[PackedRow]
-    """Those that go together; a stage is given the number of one."""
+    """The rows that go through the stages together; a stage is given the number of one."""
     length: int
     """Tokens to which hidden states are padded."""
 

@@ -63,7 +63,7 @@ class Publisher:
         self._address = address
         self._sends_deltas = sends_deltas
         self._delta_base: DeltaBase | None = None
-        """Where deltas are sent."""
+        """None where whole policies are sent."""
         self._held: int | None = None
         self._rollback_epoch = 0
         self._newest: int | None = None
