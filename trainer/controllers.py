@@ -26,10 +26,10 @@ class Controllers:
         self._kl, self._entropy = controlled_kl(method), controlled_entropy(method)
         self._state: dict[str, torch.Tensor] = {}
         if self._kl is not None:
-            self._state[KL] = _scalar(_number(self._kl, "beta"))
+            self._state[KL] = _float64(_number(self._kl, "beta"))
         if self._entropy is not None:
             # No bonus before an entropy was measured, as in TRL.
-            self._state |= {ENTROPY: _scalar(_number(self._entropy, "coef")), LAST_ENTROPY: _scalar(math.inf)}
+            self._state |= {ENTROPY: _float64(_number(self._entropy, "coef")), LAST_ENTROPY: _float64(math.inf)}
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors in use, float64, for a checkpoint to save and to load into; nothing where nothing is controlled."""
@@ -64,7 +64,7 @@ class Controllers:
         """
         if not self._state:
             return
-        measured = _vector([numbers.get(name, math.nan) for name in ("kl_penalty", "entropy", "sequences")])
+        measured = _float64([numbers.get(name, math.nan) for name in ("kl_penalty", "entropy", "sequences")])
         agree(measured)
         kl, entropy, num_sequences = measured.tolist()
         if self._kl is not None and math.isfinite(kl):
@@ -86,9 +86,5 @@ def _number(rule: Rule, option: str) -> float:
     return float(value)
 
 
-def _scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def _vector(values: list[float]) -> torch.Tensor:
+def _float64(values: float | list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)

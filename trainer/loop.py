@@ -115,7 +115,15 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
                 machine=machine_id(),
                 transports=device_transports(),
             )
-            client = at_end.enter_context(_make_client(config, run_folder, ready=ready, publisher=publisher))
+            deadline_s = config.trainer.ready_deadline_s
+            client = OrchestratorClient(
+                lambda: ZmqLink(run_folder, "trainer", replicas.number, accepts=ToTrainer, deadline_s=deadline_s),
+                ready=ready,
+                num_steps=config.trainer.steps,
+                silent_after_s=config.trainer.silent_after_s,
+                publisher=publisher,
+            )
+            at_end.enter_context(client)
         in_progress = RowsInProgress(run_folder, rank=replicas.rank, replica=replicas.number, num_replicas=layout.replicas)
 
         def lay_out(batch: MicroBatch) -> PackedRow | None:
@@ -229,13 +237,3 @@ class Loop:
                     return loaded
                 case Stop():
                     return None
-
-
-def _make_client(config: Config, run_folder: Path, *, ready: TrainerReady, publisher: Publisher | None) -> OrchestratorClient:
-    return OrchestratorClient(
-        lambda: ZmqLink(run_folder, "trainer", ready.replica, accepts=ToTrainer, deadline_s=config.trainer.ready_deadline_s),
-        ready=ready,
-        num_steps=config.trainer.steps,
-        silent_after_s=config.trainer.silent_after_s,
-        publisher=publisher,
-    )

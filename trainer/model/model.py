@@ -80,7 +80,9 @@ class Model:
         self._stages: list[_Stage] = []
         for index in replicas.stages:
             held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
-            module = _load_values(folder, dtype=held_dtype) if gives_values else _load(folder, dtype=held_dtype)
+            module = (
+                _value_model(folder, dtype=held_dtype) if gives_values else _from_folder(AutoModelForCausalLM, folder, dtype=held_dtype)[0]
+            )
             module.requires_grad_(not is_frozen)
             if adapters is not None:
                 add_adapters(module, adapters)
@@ -249,8 +251,7 @@ class _Stage(torch.nn.Module):
         self.module = module
         self._temperature = temperature
         self._gives_values = module.get_output_embeddings() is None
-        self._vocabulary = 0 if self._gives_values else self._head_weight().shape[0]
-        self.num_words = self._vocabulary
+        self.num_words = 0 if self._gives_values else self._head_weight().shape[0]
         self._tensor = replicas.layout.tensor
         self._place = replicas.place("tensor")
         self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
@@ -297,7 +298,7 @@ class _Stage(torch.nn.Module):
             hidden,
             weight,
             row.targets,
-            first_id=-(-self._vocabulary // self._tensor) * self._place,
+            first_id=-(-self.num_words // self._tensor) * self._place,
             gives_square_sums=self.gives_square_sums,
             **shared,
         )
@@ -336,11 +337,7 @@ def _recompute_layers(module: PreTrainedModel) -> None:
         layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
 
 
-def _load(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    return _from_folder(AutoModelForCausalLM, folder, dtype=dtype)[0]
-
-
-def _load_values(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+def _value_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder with one output per token, named `score`; 0 for every state until it is trained."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # that a language model lacks the weights of a score is known
