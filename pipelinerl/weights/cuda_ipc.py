@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +15,10 @@ import msgspec
 import torch
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.manifest import Manifest, open_manifest
-from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, read_beside, write_beside
+from pipelinerl.weights.manifest import Manifest
+from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, SharedMemoryReceiver, read_beside, write_beside
 from pipelinerl.weights.shared_names import FOLDER, Owner
-from pipelinerl.weights.transport import Payload, WeightBuffer
+from pipelinerl.weights.transport import WeightBuffer
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
 HANDLE_SUFFIX = ".handle"
@@ -61,34 +60,14 @@ class CudaIpcSender:
         self._owner.close()
 
 
-class CudaIpcReceiver:
-    """Opens weight buffers, and keeps them open: the trainer uses a few in turn. A `Receiver`."""
+def receiver(*, memory: Memory | None = None, folder: Path = FOLDER) -> SharedMemoryReceiver:
+    """An engine's end; what is missing here is said at the first fetch."""
 
-    def __init__(self, *, memory: Memory | None = None, folder: Path = FOLDER) -> None:
-        """The first fetch raises where something is missing here."""
-        self._memory = memory
-        self._folder = folder
-        self._opened: dict[str, torch.Tensor] = {}
+    def open_buffer(name: str) -> torch.Tensor:
+        device = memory or CudaMemory()
+        return device.open(read_beside(name, HANDLE_SUFFIX, folder=folder, pattern=NAME))
 
-    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
-        encoded = read_beside(name, MANIFEST_SUFFIX, folder=self._folder, pattern=NAME)
-        manifest = open_manifest(encoded, digest=digest, name=name)
-        if name not in self._opened:
-            self._memory = self._memory or CudaMemory()
-            handle = read_beside(name, HANDLE_SUFFIX, folder=self._folder, pattern=NAME)
-            kept = {name for name in self._opened if (self._folder / (name + HANDLE_SUFFIX)).exists()}  # not those of a dead trainer
-            self._opened = {name: memory for name, memory in self._opened.items() if name in kept}
-            self._opened[name] = self._memory.open(handle)
-        payload = self._opened[name]
-        if len(payload) < manifest.num_bytes:
-            raise WeightsError(
-                f"weight buffer {name} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken"
-            )
-        payload = payload[: manifest.num_bytes]
-        return Payload(manifest=manifest, data=payload if manifest.base_version is None else payload.cpu())
-
-    def close(self) -> None:
-        self._opened.clear()
+    return SharedMemoryReceiver(folder=folder, open_buffer=open_buffer, suffix=HANDLE_SUFFIX, pattern=NAME)
 
 
 _Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]

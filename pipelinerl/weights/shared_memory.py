@@ -58,28 +58,41 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Maps weight buffers, and keeps them mapped: the trainer uses a few in turn. A `Receiver`."""
+    """Opens weight buffers by name, and keeps them open: the trainer uses a few in turn. A `Receiver`."""
 
-    def __init__(self, *, folder: Path = FOLDER) -> None:
+    def __init__(
+        self,
+        *,
+        folder: Path = FOLDER,
+        open_buffer: Callable[[str], torch.Tensor] | None = None,
+        suffix: str = "",
+        pattern: re.Pattern[str] = NAME,
+    ) -> None:
+        """`open_buffer` opens a name of `pattern`, by default by mapping the file of that name. The file of this `suffix` lives as long
+        as the buffer."""
         self._folder = folder
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._open = open_buffer or (lambda name: attach(name, folder=folder))
+        self._suffix = suffix
+        self._pattern = pattern
+        self._opened: dict[str, torch.Tensor] = {}
 
     def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
-        manifest = open_manifest(read_beside(name, MANIFEST_SUFFIX, folder=self._folder), digest=digest, name=name)
-        if name not in self._mapped:
-            self._mapped = {
-                name: kept for name, kept in self._mapped.items() if (self._folder / name).exists()
-            }  # not those of a dead trainer
-            self._mapped[name] = attach(name, folder=self._folder)
-        payload = self._mapped[name]
+        encoded = read_beside(name, MANIFEST_SUFFIX, folder=self._folder, pattern=self._pattern)
+        manifest = open_manifest(encoded, digest=digest, name=name)
+        if name not in self._opened:
+            opened = self._open(name)
+            kept = [name for name in self._opened if (self._folder / (name + self._suffix)).exists()]  # not those of a dead trainer
+            self._opened = {name: self._opened[name] for name in kept} | {name: opened}
+        payload = self._opened[name]
         if len(payload) < manifest.num_bytes:
             raise WeightsError(
                 f"weight buffer {name} has {len(payload)} bytes, its manifest says {manifest.num_bytes}: it is truncated; not taken"
             )
-        return Payload(manifest=manifest, data=payload[: manifest.num_bytes])
+        payload = payload[: manifest.num_bytes]
+        return Payload(manifest=manifest, data=payload if manifest.base_version is None else payload.cpu())
 
     def close(self) -> None:
-        self._mapped.clear()
+        self._opened.clear()
 
 
 def write_beside(name: str, suffix: str, data: bytes, *, folder: Path = FOLDER) -> None:

@@ -46,7 +46,7 @@ class AutoReceiver:
         self._receivers: tuple[tuple[Callable[[str], object], Receiver], ...] = (
             (shared_memory.NAME.fullmatch, shared_memory.SharedMemoryReceiver()),
             (files.NAME.fullmatch, files.FilesReceiver(folder)),
-            (cuda_ipc.NAME.fullmatch, cuda_ipc.CudaIpcReceiver()),
+            (cuda_ipc.NAME.fullmatch, cuda_ipc.receiver()),
             (lambda name: name.startswith("gloo:") and point_to_point.NAME.fullmatch(name), gloo.receiver()),
             (lambda name: name.startswith("nccl:") and point_to_point.NAME.fullmatch(name), nccl.receiver()),
         )

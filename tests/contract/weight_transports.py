@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from pipelinerl.messages import StageWeights, Tensor
-from pipelinerl.weights import gloo, nccl
+from pipelinerl.weights import cuda_ipc, gloo, nccl
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.buffer_pool import WeightBufferPool
-from pipelinerl.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from pipelinerl.weights.cuda_ipc import CudaIpcSender
 from pipelinerl.weights.files import FilesReceiver, FilesSender
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.point_to_point import PointToPointReceiver, PointToPointSender
@@ -127,7 +127,7 @@ def by_cuda_ipc(folder: Path, layout: tuple[Tensor, ...]) -> Transport:
         with open(memory.path_of((FOLDER / f"{buffer}.handle").read_bytes()), "r+b") as file:
             file.truncate(num_bytes(layout) // 2)
 
-    return Transport(pool=pool, receive=lambda: CudaIpcReceiver(memory=memory), damage=damage, layout=layout)
+    return Transport(pool=pool, receive=lambda: cuda_ipc.receiver(memory=memory), damage=damage, layout=layout)
 
 
 TRANSPORTS: dict[str, Callable[[Path, tuple[Tensor, ...]], Transport]] = {
@@ -170,6 +170,6 @@ RECEIVERS: dict[str, Callable[[Path, float], Receiver]] = {
     "files": lambda folder, deadline_s: FilesReceiver(folder / "weights"),
     "gloo": lambda folder, deadline_s: gloo.receiver(deadline_s=deadline_s),
     "nccl": lambda folder, deadline_s: nccl.receiver(StandInNccl(), deadline_s=deadline_s),
-    "cuda_ipc": lambda folder, deadline_s: CudaIpcReceiver(memory=StandInMemory(folder)),
+    "cuda_ipc": lambda folder, deadline_s: cuda_ipc.receiver(memory=StandInMemory(folder)),
 }
 """The same ends of engines for a trainer in another process, by the folder it was given and their deadline."""
