@@ -67,12 +67,12 @@ class Known:
         return self.chance.randrange(_FAR)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Forgery:
     """One way to lie."""
 
-    name: str
     kind: str
+    name: str
     make: Callable[[Any, Known], Message | bytes | list[Message] | None]
     """Of a true message; None where this one does not lend itself to it."""
     is_answer: bool = False
@@ -84,7 +84,7 @@ class Forgery:
 
 
 def _of_completion(kind: str, name: str, make: Callable[[Completion, Known], Message | bytes | None]) -> Forgery:
-    return Forgery(name=name, kind=kind, make=lambda said, known: make(said, known) if len(said.token_ids) > 1 else None, is_answer=True)
+    return Forgery(kind, name, lambda said, known: make(said, known) if len(said.token_ids) > 1 else None, is_answer=True)
 
 
 def _last(column: np.ndarray, value: float) -> np.ndarray:
@@ -143,12 +143,7 @@ COMPLETIONS = (
         Kind.FINISH,
         "stopped at no token",
         lambda said, _: _swap(
-            said,
-            token_ids=said.token_ids[:0],
-            logprobs=said.logprobs[:0],
-            versions=said.versions[:0],
-            recomputed=(),
-            finish=Finish.STOP,
+            said, token_ids=said.token_ids[:0], logprobs=said.logprobs[:0], versions=said.versions[:0], recomputed=(), finish=Finish.STOP
         ),
     ),
     _of_completion(Kind.BOUNDS, "begun at no time", lambda said, _: _swap(said, started_at=float("inf"))),
@@ -160,10 +155,6 @@ COMPLETIONS = (
     _of_completion(Kind.UNASKED, "an attempt nobody was given", lambda said, known: _swap(said, attempt=1000 + known.number())),
     _of_completion(Kind.UNASKED, "another engine's rollout", _anothers),
 )
-
-
-def _of_engine(kind: str, name: str, make: Callable[[EngineLoad, Known], Any]) -> Forgery:
-    return Forgery(name=name, kind=kind, make=make)
 
 
 def _flood(load: EngineLoad, known: Known) -> list[Message] | None:
@@ -182,37 +173,37 @@ def _ready(kind: type[Message], **fields: Any) -> Callable[[Message, Known], Mes
 
 
 ENGINE = (
-    _of_engine(Kind.IDENTITY, "another engine's gauges", lambda load, known: _swap(load, engine_id=30_000 + known.number())),
-    _of_engine(Kind.BOUNDS, "gauges that are no number", lambda load, known: _swap(load, busy_s=float("nan"), num_tokens=known.number())),
-    _of_engine(Kind.BOUNDS, "gauges below 0", lambda load, known: _swap(load, num_tokens=-1 - known.number())),
-    _of_engine(
+    Forgery(Kind.IDENTITY, "another engine's gauges", lambda load, known: _swap(load, engine_id=30_000 + known.number())),
+    Forgery(Kind.BOUNDS, "gauges that are no number", lambda load, known: _swap(load, busy_s=float("nan"), num_tokens=known.number())),
+    Forgery(Kind.BOUNDS, "gauges below 0", lambda load, known: _swap(load, num_tokens=-1 - known.number())),
+    Forgery(
         Kind.VERSIONS,
         "a policy committed that nobody published",
         lambda load, known: WeightsCommitted(
             engine_id=load.engine_id, version=_FAR + known.number(), pause_s=0.0, stage_s=0.0, num_running=0
         ),
     ),
-    _of_engine(
+    Forgery(
         Kind.VERSIONS,
         "a policy staged that nobody published",
         lambda load, known: WeightsStaged(engine_id=load.engine_id, version=_FAR + known.number(), stage_s=0.0),
     ),
-    _of_engine(
+    Forgery(
         Kind.VERSIONS,
         "a policy refused that nobody published",
         lambda load, known: WeightsRefused(engine_id=load.engine_id, version=-1 - known.number(), error="so they say"),
     ),
-    _of_engine(Kind.VERSIONS, "ready with a version nobody published", _ready(EngineReady, version=_FAR)),
-    _of_engine(Kind.BOUNDS, "ready for a thousand million sequences", _ready(EngineReady, max_running=10**9)),
-    _of_engine(Kind.BOUNDS, "more running than it was asked", _ready(EngineReady, running={f"{n}/0": 0 for n in range(20_000)})),
-    _of_engine(MALFORMED, "running without bound", _ready(EngineReady, running={f"{n}/0": 0 for n in range(140_000)})),
-    _of_engine(MALFORMED, "a trainer's message", lambda _, known: StepDone(step=known.number(), metrics={})),
-    _of_engine(Kind.UNASKED, "a flood of answers to nothing", _flood),
+    Forgery(Kind.VERSIONS, "ready with a version nobody published", _ready(EngineReady, version=_FAR)),
+    Forgery(Kind.BOUNDS, "ready for a thousand million sequences", _ready(EngineReady, max_running=10**9)),
+    Forgery(Kind.BOUNDS, "more running than it was asked", _ready(EngineReady, running={f"{n}/0": 0 for n in range(20_000)})),
+    Forgery(MALFORMED, "running without bound", _ready(EngineReady, running={f"{n}/0": 0 for n in range(140_000)})),
+    Forgery(MALFORMED, "a trainer's message", lambda _, known: StepDone(step=known.number(), metrics={})),
+    Forgery(Kind.UNASKED, "a flood of answers to nothing", _flood),
 )
 
 
 def _of_score(kind: str, name: str, make: Callable[[Result, Known], Message | bytes | None]) -> Forgery:
-    return Forgery(name=name, kind=kind, make=lambda said, known: make(said, known) if said.rewards else None, is_answer=True)
+    return Forgery(kind, name, lambda said, known: make(said, known) if said.rewards else None, is_answer=True)
 
 
 def _no_number(said: Result) -> tuple[dict[str, float], ...]:
@@ -236,20 +227,14 @@ SCORES = (
 )
 SCORER = (
     Forgery(
-        kind=Kind.UNASKED,
-        name="a failure of a request that nobody made",
-        make=lambda _, known: Result(request_id=_FAR + known.number(), outcome=Outcome.ERROR, error="so they say"),
+        Kind.UNASKED,
+        "a failure of a request that nobody made",
+        lambda _, known: Result(request_id=_FAR + known.number(), outcome=Outcome.ERROR, error="so they say"),
     ),
-    Forgery(kind=Kind.IDENTITY, name="another scorer's gauges", make=lambda load, known: _swap(load, scorer_id=7 + known.number())),
-    Forgery(
-        kind=Kind.BOUNDS,
-        name="gauges that are no number",
-        make=lambda load, known: _swap(load, busy_s=float("nan"), num_scored=known.number()),
-    ),
-    Forgery(kind=Kind.BOUNDS, name="ready for a thousand million calls", make=_ready(ScorerReady, num_slots=10**9)),
-    Forgery(
-        kind=MALFORMED, name="an engine's message", make=lambda _, known: WeightsStaged(engine_id=0, version=known.number(), stage_s=0.0)
-    ),
+    Forgery(Kind.IDENTITY, "another scorer's gauges", lambda load, known: _swap(load, scorer_id=7 + known.number())),
+    Forgery(Kind.BOUNDS, "gauges that are no number", lambda load, known: _swap(load, busy_s=float("nan"), num_scored=known.number())),
+    Forgery(Kind.BOUNDS, "ready for a thousand million calls", _ready(ScorerReady, num_slots=10**9)),
+    Forgery(MALFORMED, "an engine's message", lambda _, known: WeightsStaged(engine_id=0, version=known.number(), stage_s=0.0)),
 )
 
 
@@ -284,68 +269,57 @@ def _oldest(_: Message, known: Known) -> Message | None:
 
 STEPS = (
     Forgery(
-        kind=Kind.BOUNDS,
-        name="figures that are no number",
-        make=lambda said, known: _swap(said, metrics={"loss": float("nan"), "number": known.number()}),
+        Kind.BOUNDS,
+        "figures that are no number",
+        lambda said, known: _swap(said, metrics={"loss": float("nan"), "number": known.number()}),
         replaces=True,
     ),
-    Forgery(kind=Kind.STEPS, name="a step far ahead", make=lambda said, known: _swap(said, step=said.step + 1000 + known.number())),
+    Forgery(Kind.STEPS, "a step far ahead", lambda said, known: _swap(said, step=said.step + 1000 + known.number())),
 )
 TRAINER = (
-    Forgery(kind=Kind.STEPS, name="a step before all", make=lambda _, known: StepDone(step=-1 - known.number(), metrics={})),
-    Forgery(kind=Kind.STEPS, name="a policy far ahead", make=_published(lambda known: _trained(known) + 1000 + known.number())),
-    Forgery(kind=Kind.STEPS, name="a policy before all", make=_published(lambda known: -1 - known.number())),
-    Forgery(kind=Kind.BOUNDS, name="a policy in no time", make=_published(lambda _: 0, publish_s=float("nan"))),
-    Forgery(kind=Kind.STEPS, name="a checkpoint of another ledger", make=_saved()),
-    Forgery(kind=Kind.STEPS, name="a checkpoint far ahead", make=_saved(version=_FAR)),
-    Forgery(kind=Kind.STEPS, name="a checkpoint beyond any integer", make=_saved(version=2**64 - 1)),
-    Forgery(kind=Kind.STEPS, name="a checkpoint that forgets its own rows", make=_oldest),
+    Forgery(Kind.STEPS, "a step before all", lambda _, known: StepDone(step=-1 - known.number(), metrics={})),
+    Forgery(Kind.STEPS, "a policy far ahead", _published(lambda known: _trained(known) + 1000 + known.number())),
+    Forgery(Kind.STEPS, "a policy before all", _published(lambda known: -1 - known.number())),
+    Forgery(Kind.BOUNDS, "a policy in no time", _published(lambda _: 0, publish_s=float("nan"))),
+    Forgery(Kind.STEPS, "a checkpoint of another ledger", _saved()),
+    Forgery(Kind.STEPS, "a checkpoint far ahead", _saved(version=_FAR)),
+    Forgery(Kind.STEPS, "a checkpoint beyond any integer", _saved(version=2**64 - 1)),
+    Forgery(Kind.STEPS, "a checkpoint that forgets its own rows", _oldest),
     Forgery(
-        kind=Kind.STEPS,
-        name="a checkpoint that failed far ahead",
-        make=lambda _, known: CheckpointFailed(version=_FAR + known.number(), error="so they say"),
+        Kind.STEPS,
+        "a checkpoint that failed far ahead",
+        lambda _, known: CheckpointFailed(version=_FAR + known.number(), error="so they say"),
     ),
+    Forgery(Kind.STEPS, "a pull of a step before all", lambda _, known: TakeMicroBatch(replica=0, step=-1 - known.number(), index=0)),
     Forgery(
-        kind=Kind.STEPS,
-        name="a pull of a step before all",
-        make=lambda _, known: TakeMicroBatch(replica=0, step=-1 - known.number(), index=0),
+        Kind.STEPS,
+        "a pull of a row before all",
+        lambda _, known: TakeMicroBatch(replica=0, step=_trained(known), index=-1 - known.number()),
     ),
-    Forgery(
-        kind=Kind.STEPS,
-        name="a pull of a row before all",
-        make=lambda _, known: TakeMicroBatch(replica=0, step=_trained(known), index=-1 - known.number()),
-    ),
-    Forgery(
-        kind=Kind.IDENTITY, name="another replica's pull", make=lambda _, known: TakeMicroBatch(replica=5, step=known.number(), index=0)
-    ),
-    Forgery(kind=Kind.STEPS, name="ready with a version beyond the run", make=_ready(TrainerReady, version=10**9, saved=None)),
-    Forgery(kind=Kind.STEPS, name="ready with another ledger's weights", make=_ready(TrainerReady, version=1, saved=None, commit="forged")),
-    Forgery(kind=Kind.BOUNDS, name="ready with more replicas than there are", make=_ready(TrainerReady, num_replicas=7)),
-    Forgery(
-        kind=MALFORMED, name="an engine's message", make=lambda _, known: WeightsStaged(engine_id=0, version=known.number(), stage_s=0.0)
-    ),
+    Forgery(Kind.IDENTITY, "another replica's pull", lambda _, known: TakeMicroBatch(replica=5, step=known.number(), index=0)),
+    Forgery(Kind.STEPS, "ready with a version beyond the run", _ready(TrainerReady, version=10**9, saved=None)),
+    Forgery(Kind.STEPS, "ready with another ledger's weights", _ready(TrainerReady, version=1, saved=None, commit="forged")),
+    Forgery(Kind.BOUNDS, "ready with more replicas than there are", _ready(TrainerReady, num_replicas=7)),
+    Forgery(MALFORMED, "an engine's message", lambda _, known: WeightsStaged(engine_id=0, version=known.number(), stage_s=0.0)),
 )
 FRAMES = (
     Forgery(
-        kind=MALFORMED,
-        name="half a frame",
-        make=lambda _, known: frame.pack(frame.Kind.MESSAGES, known.identity, 0, known.chance.randrange(2**32), 0)[:36],
+        MALFORMED,
+        "half a frame",
+        lambda _, known: frame.pack(frame.Kind.MESSAGES, known.identity, 0, known.chance.randrange(2**32), 0)[:36],
         is_frame=True,
     ),
-    Forgery(kind=MALFORMED, name="bytes that are no frame", make=lambda _, known: known.chance.randbytes(64), is_frame=True),
+    Forgery(MALFORMED, "bytes that are no frame", lambda _, known: known.chance.randbytes(64), is_frame=True),
     Forgery(
-        kind=MALFORMED,
-        name="an acknowledgement of what was never sent",
-        make=lambda _, known: frame.pack(frame.Kind.ACK, known.identity, 0, 0, 2**62 + known.number()),
+        MALFORMED,
+        "an acknowledgement of what was never sent",
+        lambda _, known: frame.pack(frame.Kind.ACK, known.identity, 0, 0, 2**62 + known.number()),
         is_frame=True,
     ),
     Forgery(
-        kind=SCHEMA,
-        name="a frame of another build",
-        make=lambda _, known: b"PL" + bytes([frame.WIRE + 1]) + known.chance.randbytes(61),
-        is_frame=True,
+        SCHEMA, "a frame of another build", lambda _, known: b"PL" + bytes([frame.WIRE + 1]) + known.chance.randbytes(61), is_frame=True
     ),
-    Forgery(kind=MALFORMED, name="a message that is none", make=lambda _, known: known.chance.randbytes(64)),
+    Forgery(MALFORMED, "a message that is none", lambda _, known: known.chance.randbytes(64)),
 )
 OCCASIONS: dict[type[Message], tuple[Forgery, ...]] = {
     Completion: COMPLETIONS,

@@ -118,7 +118,7 @@ class Witness:
             if self._now is not None:
                 self._now.is_fenced = not self._now.refused
 
-        once_started = TrainerSession.once_started
+        once_started = TrainerSession._once_started
 
         def see_put_off(session: TrainerSession, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
             in_hand = self._now
@@ -137,7 +137,7 @@ class Witness:
             if in_hand is not None:
                 in_hand.is_put_off = len(session.early) > num_early
 
-        TrainerSession.once_started = see_put_off
+        TrainerSession._once_started = see_put_off
         Peers._hold_against, EngineRequests._asked_of, Scorers._on_unawaited = see_refusal, see_asked, see_not_asked
 
     def _put_down(self, done: _InHand) -> None:
