@@ -26,7 +26,7 @@ class Prm:
         self._changed = Signal()
         self._is_behind = False
         """True where something could not be sent."""
-        self._lost: list[Callable[[], None]] = []
+        self._on_lost: Callable[[], None] = lambda: None
         peers.on(PrmReady, self._on_ready)
         peers.on(PrmLoad, self._on_load)
 
@@ -49,7 +49,7 @@ class Prm:
 
     def on_lost(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when the model has lost all traces, and can be asked again."""
-        self._lost.append(handler)
+        self._on_lost = handler
 
     def refuse(self, violation: Violation) -> None:
         """Refuse an answer of the model for its violation."""
@@ -69,7 +69,7 @@ class Prm:
         self._peer, self._process_id = peer, ready.process_id
         self._changed.set()
         if is_new:
-            self._tell_lost()
+            self._lose()
 
     def _on_load(self, peer: str, load: PrmLoad) -> None:
         if peer != self._peer:
@@ -79,9 +79,8 @@ class Prm:
             return
         self.load = load
         if self._is_behind:
-            self._tell_lost()
+            self._lose()
 
-    def _tell_lost(self) -> None:
+    def _lose(self) -> None:
         self._is_behind = False
-        for handler in self._lost:
-            handler()
+        self._on_lost()

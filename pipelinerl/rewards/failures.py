@@ -32,8 +32,8 @@ class _Cause:
     rollout_id: str
     """Rollout of the first failure."""
     num: int = 0
-    num_told: int = 0
-    told_at: float = 0.0
+    num_reported: int = 0
+    reported_at: float = 0.0
 
 
 class Failures:
@@ -66,25 +66,25 @@ class Failures:
         cause = causes.setdefault(key, _Cause(error=error, kind=kind, rollout_id=rollout_id))
         cause.num += 1
 
-    def news(self, *, num_calls: Mapping[str, int], is_last: bool = False) -> list[FunctionFailed]:
-        """Return the reports that are due; with `is_last`, everything that was not reported yet. `num_calls` is by function."""
+    def news(self, *, num_calls: Mapping[str, int]) -> list[FunctionFailed]:
+        """Return the reports that are due. `num_calls` is by function."""
         now = self._clock()
         return [
-            self._tell(function, key, cause, num_calls=num_calls.get(function, 0), now=now)
+            self._report(function, key, cause, num_calls=num_calls.get(function, 0), now=now)
             for function, causes in self._causes.items()
             for key, cause in causes.items()
-            if cause.num > cause.num_told and (is_last or _is_due(cause, now))
+            if cause.num > cause.num_reported and _is_due(cause, now)
         ]
 
-    def tell_anew(self) -> None:
+    def report_again(self) -> None:
         """Report every cause again, because from now on the reports go to an orchestrator that has seen none."""
         for causes in self._causes.values():
             for cause in causes.values():
-                cause.num_told = 0
+                cause.num_reported = 0
 
-    def _tell(self, function: str, key: tuple[str, ...], cause: _Cause, *, num_calls: int, now: float) -> FunctionFailed:
-        is_first = not cause.num_told
-        num_new, cause.num_told, cause.told_at = cause.num - cause.num_told, cause.num, now
+    def _report(self, function: str, key: tuple[str, ...], cause: _Cause, *, num_calls: int, now: float) -> FunctionFailed:
+        is_first = not cause.num_reported
+        num_new, cause.num_reported, cause.reported_at = cause.num - cause.num_reported, cause.num, now
         return FunctionFailed(
             function=function,
             kind=cause.kind,
@@ -100,5 +100,5 @@ class Failures:
 
 def _is_due(cause: _Cause, now: float) -> bool:
     """Return true for the first failure, for number `AGAIN_AT`, and then when their number has doubled or `AGAIN_AFTER_S` has passed."""
-    is_many = cause.num >= max(AGAIN_AT, 2 * cause.num_told)
-    return not cause.num_told or is_many or now - cause.told_at >= AGAIN_AFTER_S
+    is_many = cause.num >= max(AGAIN_AT, 2 * cause.num_reported)
+    return not cause.num_reported or is_many or now - cause.reported_at >= AGAIN_AFTER_S

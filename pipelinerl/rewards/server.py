@@ -77,11 +77,11 @@ class Server:
         has_news = False
         while not self._is_stopped and (message := self._link.receive(0)) is not None:
             has_news = True
-            self._obey(message)
+            self._on_message(message)
         if not self._is_stopped:
             self._pools.wait(0.0 if has_news else self._next_load_at - time.monotonic())
 
-    def _obey(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case Request():
                 self._pools.submit(message)

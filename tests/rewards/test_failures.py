@@ -85,6 +85,6 @@ def test_another_orchestrator_is_told_whole_again() -> None:
     told = Told()
     told.fail()
     told.news()
-    told.failures.tell_anew()
+    told.failures.report_again()
     (again,) = told.news()
     assert again.traceback

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +68,34 @@ def ask_judge(
     good score, so the last score in the judge's own words counts. `key_file` holds the key, because a worker's environment holds no
     secrets. `extra` are further fields of the request, as the endpoint takes them.
     """
-    given = {"question": question, "best": best, "max_tokens": max_tokens, "timeout_s": timeout_s, "extra": extra}
-    return ask(prompt, completion, client=_client(key_file), url=url, model=model, **given).score
+    judge = Judge(url=url, model=model, question=question, best=best, max_tokens=max_tokens, timeout_s=timeout_s, extra=extra or {})
+    return judge.ask(prompt, completion, client=_client(key_file)).score
 
 
-def ask(
-    prompt: str,
-    completion: str,
-    *,
-    client: httpx.Client,
-    url: str,
-    model: str,
-    question: str,
-    best: float,
-    max_tokens: int,
-    timeout_s: float,
-    extra: dict[str, Any] | None,
-) -> Verdict:
-    """Ask as `ask_judge` does, and return the score together with the cost of the answer. Raises `NoVerdict`."""
-    text = re.sub(r"\{(prompt|completion)\}", lambda found: {"prompt": prompt, "completion": completion}[found[1]], question)
-    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens} | (extra or {})
-    try:
-        response = client.post(f"{url.rstrip('/')}/chat/completions", json=body, timeout=timeout_s)
-    except httpx.HTTPError as error:
-        raise NoVerdict(f"{url} could not be asked: {type(error).__name__}: {error}") from error
-    if response.status_code != 200:
-        raise NoVerdict(f"{url} answered {response.status_code}: {response.text[:_ERROR_CHARACTERS]}")
-    return _read(response, best=best)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """A judge's endpoint, and how it is asked; for the fields see `ask_judge`."""
+
+    url: str
+    model: str
+    question: str
+    best: float
+    max_tokens: int
+    timeout_s: float
+    extra: Mapping[str, Any]
+
+    def ask(self, prompt: str, completion: str, *, client: httpx.Client) -> Verdict:
+        """Return the score together with the cost of the answer. Raises `NoVerdict`."""
+        words = {"prompt": prompt, "completion": completion}
+        text = re.sub(r"\{(prompt|completion)\}", lambda found: words[found[1]], self.question)
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": self.max_tokens}
+        try:
+            response = client.post(f"{self.url.rstrip('/')}/chat/completions", json=body | dict(self.extra), timeout=self.timeout_s)
+        except httpx.HTTPError as error:
+            raise NoVerdict(f"{self.url} could not be asked: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise NoVerdict(f"{self.url} answered {response.status_code}: {response.text[:_ERROR_CHARACTERS]}")
+        return _read(response, best=self.best)
 
 
 def _read(response: httpx.Response, *, best: float) -> Verdict:

@@ -86,7 +86,7 @@ class ForkServer:
             wait_s = max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
             for key, _ in self._selector.select(wait_s):
                 if key.fileobj is self._control:
-                    if not self._obey(setup, codec):
+                    if not self._on_message(setup, codec):
                         return
                 else:
                     os.read(self._woken, 4096)
@@ -106,7 +106,7 @@ class ForkServer:
         signal.set_wakeup_fd(-1)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _obey(self, setup: Setup, codec: Codec) -> bool:
+    def _on_message(self, setup: Setup, codec: Codec) -> bool:
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
         except ConnectionResetError:  # the scorer is gone, and had not read everything that was sent to it

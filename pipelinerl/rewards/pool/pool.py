@@ -97,21 +97,21 @@ class Pool:
             wake_at.append(deadline)
         return min(wake_at, default=float("inf"))
 
-    def hear(self, slot: int, events: int) -> None:
+    def on_event(self, slot: int, events: int) -> None:
         """Read from a worker's channel, or write to it, as `events` say."""
         if events & selectors.EVENT_READ:
             self._read(slot)
         if events & selectors.EVENT_WRITE:
             self._flush(slot)
 
-    def bury(self, ended: list[Ended]) -> None:
+    def replace_ended(self, ended: list[Ended]) -> None:
         """Replace the workers of this pool that ended, and fail the calls that they were running: their earlier answers were read by the
         same `wait`.
         """
         for end in ended:
             if (hung := self._hung.pop(end.worker_id, None)) is not None:
                 cause = f"no answer within {self.spec.deadline_s:g} s, its deadline; its process was killed"
-                self._blame_lost(*hung, end.stack, cause=cause, outcome=Outcome.TIMEOUT)
+                self._report_lost(*hung, end.stack, cause=cause, outcome=Outcome.TIMEOUT)
             for slot, worker in enumerate(self._workers):
                 if worker.worker_id == end.worker_id:
                     if not worker.places:
@@ -119,7 +119,7 @@ class Pool:
                     cause = f"its process {end.how}"
                     ticket = self._lose(slot, Outcome.ERROR, f"{worker.calling}: {cause}")
                     if ticket is not None:
-                        self._blame_lost(worker, ticket, end.stack, cause=cause, outcome=Outcome.ERROR)
+                        self._report_lost(worker, ticket, end.stack, cause=cause, outcome=Outcome.ERROR)
 
     def advance(self) -> list[tuple[int, CallResult]]:
         """Kill workers past a deadline, and hand out the calls that fit. Return the answers since the last call of this method."""
@@ -180,11 +180,11 @@ class Pool:
         with contextlib.suppress(KeyError):
             self.selector.unregister(worker.channel)
 
-    def _blame_lost(self, worker: _Worker, ticket: Ticket, stack: str, *, cause: str, outcome: Outcome) -> None:
+    def _report_lost(self, worker: _Worker, ticket: Ticket, stack: str, *, cause: str, outcome: Outcome) -> None:
         error = error_in(stack, cause=cause, place=worker.places.get(worker.calling, ""))
-        self._blame(worker.calling, ticket, error, outcome)
+        self._report(worker.calling, ticket, error, outcome)
 
-    def _blame(self, function: str, ticket: Ticket, error: FunctionError, outcome: Outcome) -> None:
+    def _report(self, function: str, ticket: Ticket, error: FunctionError, outcome: Outcome) -> None:
         kind = FunctionKind.ENVIRONMENT if self.spec.takes is RequestKind.ENVIRONMENT else FunctionKind.REWARD
         self.failures.note(function, error, kind=kind, outcome=outcome, rollout_id=ticket.request.task.rollout_id)
 
@@ -222,19 +222,19 @@ class Pool:
         try:
             bodies = worker.frames.receive()
             for body in bodies or ():
-                self._hear(slot, _decoder.decode(body))
+                self._on_message(slot, _decoder.decode(body))
         except (ConnectionResetError, WireError, ValueError):  # the last two: reward code wrote into the channel
             bodies = None
         if bodies is None:
-            self._distrust(slot)
+            self._stop_and_kill(slot)
 
-    def _distrust(self, slot: int) -> None:
+    def _stop_and_kill(self, slot: int) -> None:
         """Stop reading a channel that is closed or garbled, and have its worker killed in case it lives on."""
         worker = self._workers[slot]
         self._stop_reading(worker)
         self.sandbox.kill(worker.worker_id)
 
-    def _hear(self, slot: int, message: Loaded | Refused | Calling | Skipped | CallResult) -> None:
+    def _on_message(self, slot: int, message: Loaded | Refused | Calling | Skipped | CallResult) -> None:
         worker = self._workers[slot]
         match message:
             case Loaded():
@@ -252,7 +252,7 @@ class Pool:
                 ticket = self.queue.answered(slot, message.call_id, time.monotonic(), duration_s=message.duration_s)
                 if ticket is not None:
                     if message.failure is not None:
-                        self._blame(message.failed, ticket, message.failure, message.outcome)
+                        self._report(message.failed, ticket, message.failure, message.outcome)
                     self._settle(ticket, message)
 
     def _note(self, slot: int, started_at: float, duration_s: float) -> None:

@@ -121,7 +121,7 @@ class RewardPools:
         for request_id in list(self._open):
             self.cancel(request_id)
         self._ready.clear()
-        self._failures.tell_anew()
+        self._failures.report_again()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a worker, the fork server or a descriptor of `wake_on` is readable, a deadline passes, or `timeout_s` is over."""
@@ -131,7 +131,7 @@ class RewardPools:
                 self._has_ended = True
             elif key.data is not None:
                 pool, slot = key.data
-                pool.hear(slot, events)
+                pool.on_event(slot, events)
 
     def advance(self) -> list[Result]:
         """Replace lost workers, kill those past a deadline, and hand out the calls that fit. Return the results since the last call of this
@@ -141,7 +141,7 @@ class RewardPools:
             self._has_ended = False
             ended = self._sandbox.receive()
             for pool in self._pools:
-                pool.bury(ended)
+                pool.replace_ended(ended)
         answers, self._ready = self._ready, []
         return [*answers, *self._join()]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pipelinerl.config import PrmSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Outcome
-from pipelinerl.rewards.functions.judge import NoVerdict, Verdict, ask, client_with
+from pipelinerl.rewards.functions.judge import Judge, NoVerdict, Verdict, client_with
 from pipelinerl.rewards.prm.scorer import Convention, Cost, Reading, StepScore, Trace
 from pipelinerl.rewards.prm.steps import Splitter, Step
 
@@ -43,16 +43,15 @@ class JudgeScorer:
         self.cost = Cost()
         self.version = f"{judge.model} at {judge.url}"
         self._client = client_with(None if judge.key_file is None else str(judge.key_file))
-        self._asking = {
-            "client": self._client,
-            "url": judge.url,
-            "model": judge.model,
-            "question": QUESTION,
-            "best": 10.0,
-            "max_tokens": judge.max_tokens,
-            "timeout_s": section.deadline_s / (NUM_TRIES + 1),
-            "extra": judge.extra,
-        }
+        self._ask = Judge(
+            url=judge.url,
+            model=judge.model,
+            question=QUESTION,
+            best=10.0,
+            max_tokens=judge.max_tokens,
+            timeout_s=section.deadline_s / (NUM_TRIES + 1),
+            extra=judge.extra,
+        ).ask
         self._threads = concurrent.futures.ThreadPoolExecutor(judge.concurrency, thread_name_prefix="judge")
 
     def close(self) -> None:
@@ -84,7 +83,7 @@ class JudgeScorer:
         error = ""
         for num_tries in range(1, NUM_TRIES + 1):
             try:
-                verdict = ask(trace.prompt, steps, **self._asking)
+                verdict = self._ask(trace.prompt, steps, client=self._client)
             except NoVerdict as failed:
                 error = str(failed)
             else:

@@ -90,13 +90,13 @@ class PrmServer:
         """
         for rollout_id in list(self._traces):
             self._drop(rollout_id)
-        self._failures.tell_anew()
+        self._failures.report_again()
         return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._scorer.version)]
 
     def _turn(self) -> None:
         message = self._link.receive(max(0.0, self._next_load_at - time.monotonic()))
         while message is not None and not self._is_stopped:
-            self._obey(message)
+            self._on_message(message)
             message = self._link.receive(0.0)
         if self._touched:
             self._score()
@@ -104,7 +104,7 @@ class PrmServer:
         if time.monotonic() >= self._next_load_at:
             self._report()
 
-    def _obey(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case TraceTokens():
                 self._feed(message)
