@@ -108,18 +108,21 @@ class Pool:
         """Replace the workers of this pool that ended, and fail the calls that they were running: their earlier answers were read by the
         same `wait`.
         """
+        slots = {worker.worker_id: slot for slot, worker in enumerate(self._workers)}
         for end in ended:
-            if (hung := self._hung.pop(end.worker_id, None)) is not None:
-                cause = f"no answer within {self.spec.deadline_s:g} s, its deadline; its process was killed"
-                self._report_lost(*hung, end.stack, cause=cause, outcome=Outcome.TIMEOUT)
-            for slot, worker in enumerate(self._workers):
-                if worker.worker_id == end.worker_id:
-                    if not worker.places:
-                        raise ConfigError(f"a worker of {self.name} {end.how} while it imported the reward functions; see the scorer's log")
-                    cause = f"its process {end.how}"
-                    ticket = self._lose(slot, Outcome.ERROR, f"{worker.calling}: {cause}")
-                    if ticket is not None:
-                        self._report_lost(worker, ticket, end.stack, cause=cause, outcome=Outcome.ERROR)
+            lost, outcome = self._hung.pop(end.worker_id, None), Outcome.TIMEOUT
+            cause = f"no answer within {self.spec.deadline_s:g} s, its deadline; its process was killed"
+            if end.worker_id in slots:
+                worker = self._workers[slots[end.worker_id]]
+                if not worker.places:
+                    raise ConfigError(f"a worker of {self.name} {end.how} while it imported the reward functions; see the scorer's log")
+                outcome, cause = Outcome.ERROR, f"its process {end.how}"
+                ticket = self._lose(slots[end.worker_id], outcome, f"{worker.calling}: {cause}")
+                lost = None if ticket is None else (worker, ticket)
+            if lost is not None:
+                worker, ticket = lost
+                error = error_in(end.stack, cause=cause, place=worker.places.get(worker.calling, ""))
+                self._report(worker.calling, ticket, error, outcome)
 
     def advance(self) -> list[tuple[int, CallResult]]:
         """Kill workers past a deadline, and hand out the calls that fit. Return the answers since the last call of this method."""
@@ -179,10 +182,6 @@ class Pool:
     def _stop_reading(self, worker: _Worker) -> None:
         with contextlib.suppress(KeyError):
             self.selector.unregister(worker.channel)
-
-    def _report_lost(self, worker: _Worker, ticket: Ticket, stack: str, *, cause: str, outcome: Outcome) -> None:
-        error = error_in(stack, cause=cause, place=worker.places.get(worker.calling, ""))
-        self._report(worker.calling, ticket, error, outcome)
 
     def _report(self, function: str, ticket: Ticket, error: FunctionError, outcome: Outcome) -> None:
         kind = FunctionKind.ENVIRONMENT if self.spec.takes is RequestKind.ENVIRONMENT else FunctionKind.REWARD
