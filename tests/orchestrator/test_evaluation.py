@@ -297,6 +297,19 @@ def test_a_stopped_evaluation_of_the_last_policy_is_repeated_whole(tmp_path: Pat
     assert simulate(program()) == 1.0
 
 
+def test_only_engines_that_hold_the_version_are_asked(tmp_path: Path):
+    async def program() -> list[int]:
+        async with bench(tmp_path) as it:
+            it.commit(8)
+            it.commit(9, 1)
+            running = asyncio.create_task(it.evaluation.evaluate(9))
+            asked = [engine_id for engine_id, _ in await it.asked()]
+            running.cancel()
+            return asked
+
+    assert simulate(program()) == [1, 1, 1, 1]
+
+
 def test_it_is_pinned_to_the_version_of_the_engines_that_answer_and_lets_them_go_afterwards(tmp_path: Path):
     """One of two engines is pinned while it swaps to version 2: that is what is evaluated, whatever the other comes to hold meanwhile."""
 
