@@ -176,6 +176,20 @@ def test_an_interrupted_migration_is_begun_again(runs: Path):
     assert not migrate(folder)
 
 
+def test_a_key_that_was_renamed_since_is_translated_in_a_folder_of_the_present_schema(runs: Path):
+    folder = runs / "finished"
+    migrate(folder, say=lambda line: None)
+    tree = json.loads((folder / "config.json").read_text())
+    del tree["checksum"]
+    tree["slurm"]["again"] = tree["slurm"].pop("at_limit")
+    (folder / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"slurm\.again is now called slurm\.at_limit"):
+        load_run(folder)
+    assert migrate(folder, say=lambda line: None)
+    assert "at_limit" in load_run(folder).slurm.model_dump()
+    assert not migrate(folder)
+
+
 @pytest.mark.parametrize("what", ["ledger", "settings"])
 def test_a_later_schema_is_refused_with_both_numbers(runs: Path, what: str):
     folder = runs / "finished"

@@ -37,13 +37,14 @@ def migrate(run_folder: Path, *, say: Callable[[str], None] = print) -> bool:
     if not path.is_file():
         raise LedgerError(f"no ledger at {path}: name the folder of a run")
     settings_schema, tree = read_settings(run_folder)
-    config = parse(translate(tree) if settings_schema in _READERS else tree, origin=str(run_folder / "config.json"), for_run=False)
+    translated = translate(tree)  # also of the present schema: keys are renamed between two schemas, too
+    config = parse(translated, origin=str(run_folder / "config.json"), for_run=False)
     with contextlib.closing(sqlite3.connect(path)) as old:
         (found,) = old.execute("PRAGMA user_version").fetchone()
         for schema in (found, settings_schema):
             if schema not in (*_READERS, SCHEMA):
                 raise LedgerError(refusal(schema, what=str(path)))
-        if found == settings_schema == SCHEMA:
+        if found == settings_schema == SCHEMA and translated == tree:
             return False
         for folder in complete(run_folder / "checkpoints"):
             _migrate_checkpoint(folder, say=say)
