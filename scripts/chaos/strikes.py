@@ -23,6 +23,7 @@ from pipelinerl.errors import PeerGone
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import forget_endpoints
+from pipelinerl.runtime.restarts import Restarts
 from scripts.chaos import rot, victims
 from scripts.chaos.detours import ROLES, Detours
 
@@ -85,7 +86,7 @@ class Chaos:
         return ""
 
     def _launch(self) -> None:
-        launcher = Launcher(self._roles, self._run_folder, restarts=10**6, restart_wait_s=0.0, stopped_limit_s=5.0)
+        launcher = Launcher(self._roles, self._run_folder, restarts=Restarts(budget=10**6, first_wait_s=0.0), stopped_limit_s=5.0)
         self._running = asyncio.create_task(launcher.run())
 
     def _resume(self) -> None:

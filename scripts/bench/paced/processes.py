@@ -87,7 +87,7 @@ def _role(role: Role, run_folder: Path, *, hold_s: float) -> Role:
 
 async def _run(roles: tuple[Role, ...], run_folder: Path, *, seconds: float) -> None:
     """Let the run go on for some seconds after its first step, and have it end."""
-    launcher = Launcher(roles, run_folder, restarts=0, restart_wait_s=0.0, stopped_limit_s=30.0)
+    launcher = Launcher(roles, run_folder, stopped_limit_s=30.0)
     running = asyncio.create_task(launcher.run())
     journal = run_folder / "journal" / "orchestrator.jsonl"
     async with asyncio.timeout(120):
