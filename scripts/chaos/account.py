@@ -85,7 +85,7 @@ class Account:
 
 def account_of(run_folder: Path, *, is_wire_faulty: bool) -> Account:
     """Compare both sides. `is_wire_faulty`: connections were harmed on purpose."""
-    heard = [_Heard(*fields[:5], tuple(fields[5])) for fields in _lines(run_folder / "heard.log")]
+    heard = [_Heard(*fields, outcome=tuple(outcome)) for *fields, outcome in _lines(run_folder / "heard.log")]
     account = Account(counts=collections.defaultdict(collections.Counter), names=set(), num_forged=0, num_named=0, problems=[])
     lies: set[str] = set()
     for path in sorted((run_folder / "lies").glob("*.log")):

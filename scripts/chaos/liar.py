@@ -64,8 +64,8 @@ def install(run_folder: Path) -> None:
             liar.known.asked[message.rollout_id] = message
         return message
 
-    transport.ZmqLink.__init__ = make_liar
-    transport.ZmqLink.receive = overhear
+    transport.ZmqLink.__init__ = make_liar  # pyright: ignore[reportAttributeAccessIssue]
+    transport.ZmqLink.receive = overhear  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Liar:

@@ -113,7 +113,7 @@ def _on_hubs(run_folder: Path) -> None:
             hub._loop.call_later(0.05, blow)
         return storm.carry(lambda: not hub._socket.closed and carry(hub, peer, frame), lost=True)
 
-    transport.ZmqHub._carry = carry_in_storm
+    transport.ZmqHub._carry = carry_in_storm  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _on_links(run_folder: Path) -> None:
@@ -132,8 +132,8 @@ def _on_links(run_folder: Path) -> None:
         storm.blow()
         return receive(link, storm.wait_s(timeout_s))
 
-    transport.ZmqLink.__init__ = make_in_storm
-    transport.ZmqLink.receive = receive_in_storm
+    transport.ZmqLink.__init__ = make_in_storm  # pyright: ignore[reportAttributeAccessIssue]
+    transport.ZmqLink.receive = receive_in_storm  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if __name__ == "__main__":

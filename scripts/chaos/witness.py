@@ -82,7 +82,7 @@ class Witness:
                 self._write(name, connection, digest_of(frame), "", [reason], is_fenced=False)
             return arrived
 
-        Router._decode, Router.receive_frame = see_body, see_frame
+        Router._decode, Router.receive_frame = see_body, see_frame  # pyright: ignore[reportAttributeAccessIssue]
 
     def _see_messages(self) -> None:
         receive = ZmqHub.receive
@@ -97,7 +97,7 @@ class Witness:
             self._now = self._in_hand[hub] = self._waiting[hub].popleft()
             return [(self._now.peer, self._now.message)]
 
-        ZmqHub.receive = receive_one
+        ZmqHub.receive = receive_one  # pyright: ignore[reportAttributeAccessIssue]
 
     def _see_verdicts(self) -> None:
         hold, asked_of, not_asked = Peers._hold_against, EngineRequests._asked_of, Scorers._on_unawaited
@@ -137,8 +137,8 @@ class Witness:
             if in_hand is not None:
                 in_hand.is_put_off = len(session.early) > num_early
 
-        TrainerSession._once_started = see_put_off
-        Peers._hold_against, EngineRequests._asked_of, Scorers._on_unawaited = see_refusal, see_asked, see_not_asked
+        TrainerSession._once_started = see_put_off  # pyright: ignore[reportAttributeAccessIssue]
+        Peers._hold_against, EngineRequests._asked_of, Scorers._on_unawaited = see_refusal, see_asked, see_not_asked  # pyright: ignore[reportAttributeAccessIssue]
 
     def _put_down(self, done: _InHand) -> None:
         """A message was dealt with."""
