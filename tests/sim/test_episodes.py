@@ -91,7 +91,7 @@ def test_every_turn_goes_on_from_all_before_it_in_evaluations_too(tmp_path: Path
         await peers.scorer(link, **options)
 
     held_out, settings = Prompts(seed=9), episodes(pipeline={"mode": mode})
-    among = {"world": WORLD, "credit": credit, "cast": Cast(scorer=scorer), "held_out": tuple(held_out.next() for _ in range(8))}
+    among = {"world": WORLD, "group_advantages": credit, "cast": Cast(scorer=scorer), "held_out": tuple(held_out.next() for _ in range(8))}
     simulated = run(settings, folder=tmp_path, **among)
     assert simulated.problems() == []
     first = [simulated.record.turns[name] for name, step in simulated.record.trained.items() if step == 0]
