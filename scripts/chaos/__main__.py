@@ -101,6 +101,7 @@ def _run(given: argparse.Namespace, faults: dict[str, int], *, folder: Path) -> 
         pause_s=given.pause_s or (3.0 if given.real else 0.7),
         within_s=given.within_s,
         is_real=given.real,
+        has_forger=has_forger,
     )
     started = time.monotonic()
     problem = asyncio.run(chaos.run())

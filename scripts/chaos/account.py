@@ -101,6 +101,19 @@ def account_of(run_folder: Path, *, is_wire_faulty: bool) -> Account:
     return account
 
 
+def is_forger_named(run_folder: Path) -> bool:
+    """Return whether a step has named the engine that forges."""
+    return any(forger_id() in engine_ids for engine_ids in _named(run_folder).values())
+
+
+def _named(run_folder: Path) -> dict[int, set[int]]:
+    """Return the numbers of the engines that each step has named."""
+    named: dict[int, set[int]] = collections.defaultdict(set)
+    for step, engine_id in _NAMED.findall((run_folder / "logs" / "orchestrator.log").read_text(errors="replace")):
+        named[int(step)].add(int(engine_id))
+    return named
+
+
 def _lines(path: Path) -> Iterator[list]:
     for line in path.read_text().splitlines() if path.exists() else []:
         if line.startswith("["):
@@ -171,10 +184,7 @@ def _see_forger(account: Account, run_folder: Path, heard: list[_Heard]) -> None
     """Every step whose end an orchestrator has heard must have named the forger, where it had enough of its tokens and of others'."""
     if not account.num_forged:
         return
-    named: dict[int, set[int]] = collections.defaultdict(set)
-    for step, engine_id in _NAMED.findall((run_folder / "logs" / "orchestrator.log").read_text(errors="replace")):
-        named[int(step)].add(int(engine_id))
-    forger = forger_id()
+    named, forger = _named(run_folder), forger_id()
     account.num_named = sum(forger in engine_ids for engine_ids in named.values())
     for step, engine_ids in sorted(named.items()):
         if engine_ids - {forger}:

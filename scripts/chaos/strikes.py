@@ -25,6 +25,7 @@ from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.runtime.restarts import Restarts
 from scripts.chaos import rot, victims
+from scripts.chaos.account import is_forger_named
 from scripts.chaos.detours import ROLES, Detours
 
 KILLED = ("engine", "scorer", "orchestrator", "trainer")
@@ -39,6 +40,8 @@ BREATHER_FRACTION = 0.2
 """Of all faults: the next comes only after a step. Less, and nothing is trained that could be lost."""
 GOODBYE_S = 0.1
 """About what an orchestrator takes to end."""
+NUM_LAST_STEPS = 8
+"""After the last fault, with liars: some hundred messages of engines and scorers, so that each has lied, however slow the machine."""
 PATIENCE_S = 120.0
 """After the last fault, and between two steps: a run that does nothing for so long hangs."""
 
@@ -47,7 +50,16 @@ class Chaos:
     """One run and its faults."""
 
     def __init__(
-        self, config: Config, run_folder: Path, *, faults: dict[str, int], seed: int, pause_s: float, within_s: float, is_real: bool
+        self,
+        config: Config,
+        run_folder: Path,
+        *,
+        faults: dict[str, int],
+        seed: int,
+        pause_s: float,
+        within_s: float,
+        is_real: bool,
+        has_forger: bool,
     ) -> None:
         self.done: collections.Counter[str] = collections.Counter()
         """Faults by kind."""
@@ -60,6 +72,7 @@ class Chaos:
         self._plan = [fault for fault, number in faults.items() for _ in range(number)]
         self._chance.shuffle(self._plan)
         self._is_real = is_real
+        self._has_forger = has_forger
         self._roles = _roles(config, run_folder, is_real=is_real)
         self._running: asyncio.Task[None]
 
@@ -97,7 +110,9 @@ class Chaos:
 
     async def _end(self) -> None:
         """Have the orchestrator end the run; one that is only starting may be ended by this itself, and the next one is asked again."""
-        await self._wait_for_progress(2)
+        await self._wait_for_progress(NUM_LAST_STEPS if self._has_forger else 2)
+        if self._has_forger:  # a step that has too few of its tokens names nobody
+            await self._until(lambda: is_forger_named(self._run_folder), every_s=0.2, late="no step named the engine that forges")
         for _ in range(4):
             for process_id in await self._wait_for("orchestrator"):
                 os.kill(process_id, signal.SIGTERM)
