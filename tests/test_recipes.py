@@ -67,10 +67,11 @@ def executed(command: str, root: Path) -> str:
 
 
 def test_a_reward_says_what_it_was_written_to_say(tmp_path: Path) -> None:
-    _, right, partly = follow("A reward", tmp_path)
+    _, right, partly, dry = follow("A reward", tmp_path)
     assert right.count("21") >= 1
     assert "1" in right
     assert "0.25" in partly
+    assert "nothing is wrong" in " ".join(dry.split())
 
 
 def test_a_method_stands_in_the_table_and_trains(tmp_path: Path) -> None:
@@ -91,8 +92,9 @@ def test_a_transport_keeps_the_promises_of_all_others(tmp_path: Path) -> None:
 
 
 def test_a_stage_joins_the_flow_and_loses_nothing(tmp_path: Path) -> None:
-    told, contracts = follow("A stage", tmp_path)
+    told, replayed, contracts = follow("A stage", tmp_path)
     assert "1 passed" in told
+    assert re.search(r"[1-9]\d* passed", replayed)
     assert "0 broken" in contracts
 
 

@@ -146,14 +146,16 @@ def prompts_of(config: Config, *, encoder: TextEncoder) -> tuple[PromptSource, l
 
 
 def longest_prompt(config: Config) -> int:
-    """Return the longest prompt, in tokens, that leaves room for `rollout.max_tokens`. Raises `ConfigError` where the model names no
-    context."""
+    """Return the longest prompt, in tokens, that leaves room for `rollout.max_tokens`; 0 where none does.
+
+    Raises `ConfigError` where the model names no context.
+    """
     context = context_of(config.model.path, max_tokens=config.model.max_tokens)
     if context is None:
         raise ConfigError(
             f"model.max_tokens is not set, and {config.model.path / 'config.json'} names no context length. Set model.max_tokens."
         )
-    return min(context, config.batch.max_tokens) - config.rollout.max_tokens
+    return max(0, min(context, config.batch.max_tokens) - config.rollout.max_tokens)
 
 
 def fixed(source: str, *, limit: int, prompt_column: str, encoder: TextEncoder, max_prompt_tokens: int) -> list[Prompt]:

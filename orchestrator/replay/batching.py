@@ -16,6 +16,7 @@ from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, TOLERANCE, write_lines
 from orchestrator.replay.harness import Harness, as_scored, records
 from orchestrator.replay.recorded import BatchingResult, RecordedGroup, RecordedRun, read_recording
+from orchestrator.stages.batching import Batching
 from pipelinerl.config import Config
 from pipelinerl.observe.journal import Journal
 
@@ -44,19 +45,18 @@ async def replay_batching(config: Config, groups: list[RecordedGroup], *, ledger
         return
     ledger.record("done", now_s=0.0, step=groups[0].step - 1)
     harness = Harness(as_scored(config), ledger=ledger, journal=journal, num_siblings=len(groups[0].members))
-
-    channels = harness.channels
+    batching = harness.stage(Batching)
 
     async def drain() -> None:
-        async for _ in channels.rows:
+        async for _ in batching.rows:
             pass
 
     async def script() -> None:
-        channels.group_scored.close()
+        batching.scored.close()
         async with asyncio.TaskGroup() as group:
             group.create_task(drain())
-            await harness.stage("batching").run()
-            channels.rows.close()
+            await batching.run()
+            batching.rows.close()
 
     await harness.run(script=script())
 

@@ -21,7 +21,9 @@ from orchestrator.replay.events import Event, in_turns
 from orchestrator.replay.harness import Harness, as_scored, changed, empty_completion, records
 from orchestrator.replay.recorded import RecordedRun, read_prompts
 from orchestrator.replay.recorded_engines import read_policies, repeat, say
+from orchestrator.stages.generation import Generation
 from orchestrator.stages.prompts import Drawn
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Finish, Generate, Message, Prompt
 from pipelinerl.observe.journal import Journal
@@ -98,9 +100,10 @@ class _Replay:
         config = as_scored(changed(self._recorded.config, pipeline={"adaptive_concurrency": False}))
         self._harness = Harness(config, ledger=ledger, journal=journal, num_siblings=self._num_siblings)
         self._harness.engine_hub.told = self._asked
+        self._generation = self._harness.stage(Generation)
         async with asyncio.TaskGroup() as group:
             collecting = group.create_task(self._collect())
-            await self._harness.run("weight_sync", "generation", script=repeat(self._events, hear=self._hear))
+            await self._harness.run(self._harness.stage(WeightSync), self._generation, script=repeat(self._events, hear=self._hear))
             collecting.cancel()
 
     def _hear(self, event: Event) -> None:
@@ -127,7 +130,7 @@ class _Replay:
         for each in read_prompts(self._recorded.run_folder / "ledger.sqlite"):
             if each.group_id in groups:
                 prompt = Prompt(prompt_id=each.prompt_id, text="", token_ids=np.zeros(0, np.int32))
-                self._harness.channels.prompts.put_now(Drawn(prompt=prompt, position=each.position))
+                self._generation.prompts.put_now(Drawn(prompt=prompt, position=each.position))
 
     def _asked(self, peer: str, message: Message) -> None:
         """Have an engine answer when it did."""
@@ -146,7 +149,7 @@ class _Replay:
         loop.call_at(at_s, self._harness.engine_hub.say, peer, empty_completion(message, finish=Finish(answer.fields["reason"])))
 
     async def _collect(self) -> None:
-        async for trajectory in self._harness.channels.generated:
+        async for trajectory in self._generation.trajectories:
             self._missing[trajectory.group_id] -= 1
             self._give_back(trajectory.group_id)
 

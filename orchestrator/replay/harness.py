@@ -29,6 +29,7 @@ from pipelinerl.transport.base import Hub
 
 UNLIMITED_S = 1e9
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound=Stage)
 
 
 class RecordedHub:
@@ -98,16 +99,15 @@ class Harness:
             ),
         )
         self.pipeline = Pipeline(self.parts)
-        self.channels = self.pipeline.channels
 
-    def stage(self, name: str) -> Stage:
-        """Return the live stage of this name."""
-        return next(stage for stage in self.pipeline.stages if stage.name == name)
+    def stage(self, kind: type[_S]) -> _S:
+        """Return the live stage of this class. Its own channels are those to feed and to take from: another stage may stand beside it."""
+        return next(stage for stage in self.pipeline.stages if isinstance(stage, kind))
 
-    async def run(self, *names: str, script: Coroutine[Any, Any, _T]) -> _T:
-        """Run the named stages until the script has ended; return what it returns. Raises what a stage raises."""
+    async def run(self, *stages: Stage, script: Coroutine[Any, Any, _T]) -> _T:
+        """Run these stages until the script has ended; return what it returns. Raises what a stage raises."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(task.run()) for task in (*self.parts.peers, *map(self.stage, names))]
+            tasks = [group.create_task(task.run()) for task in (*self.parts.peers, *stages)]
             result = await script
             for task in tasks:
                 task.cancel()

@@ -17,6 +17,7 @@ from orchestrator.replay.clock import simulate
 from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.harness import Harness, empty_completion, records
 from orchestrator.replay.recorded import RecordedRun, read_recording
+from orchestrator.stages.prm import PrmScoring
 from pipelinerl.config import Config
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import (
@@ -93,7 +94,7 @@ async def _follow(recorded: RecordedRun, members: list[ScoredTrajectory]) -> lis
     with records(recorded.folder) as (ledger, journal):
         harness = Harness(recorded.config, ledger=ledger, journal=journal)
         replay = _Replay(harness, members, config=recorded.config)
-        return await harness.run("prm", script=replay.run())
+        return await harness.run(replay.stage, script=replay.run())
 
 
 class _Replay:
@@ -101,6 +102,7 @@ class _Replay:
 
     def __init__(self, harness: Harness, members: list[ScoredTrajectory], *, config: Config) -> None:
         self._harness = harness
+        self.stage = harness.stage(PrmScoring)
         self._members = members
         self._steps = {member.trajectory.rollout_id: member.steps for member in members}
         self._chunk_tokens = config.prm.chunk_tokens
@@ -117,13 +119,13 @@ class _Replay:
         return [await self._replay_one(member) for member in self._members]
 
     async def _replay_one(self, member: ScoredTrajectory) -> Rescored:
-        channels, trajectory = self._harness.channels, member.trajectory
+        trajectory = member.trajectory
         num_written = await self._write(member)
-        await channels.generated.put(trajectory)
+        await self.stage.generated.put(trajectory)
         await asyncio.sleep(_ANSWERED_S)
-        if channels.trajectories.get_now() is not None:  # not one that was stopped, which nobody scores
-            await channels.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
-        now = await channels.prm_scored.get()
+        if self.stage.trajectories.get_now() is not None:  # not one that was stopped, which nobody scores
+            await self.stage.scored.put(ScoredTrajectory(trajectory=trajectory, score=member.score))
+        now = await self.stage.prm_scored.get()
         assert now is not None, "nobody closes the channel"
         return Rescored(recorded=member, now=now, num_written=num_written)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrator.replay.events import Event, read_events
 from orchestrator.replay.harness import Harness
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import EngineReady, PolicyPublished, Starting, TrainerReady, WeightsCommitted, WeightsRefused, WeightsStaged
 
@@ -39,7 +40,7 @@ async def repeat(events: Iterable[Event], *, hear: Callable[[Event], None]) -> N
 def say(harness: Harness, event: Event) -> None:
     """Repeat one event of engines or policies."""
     fields = {name: value for name, value in event.fields.items() if name not in ("t", "kind", "process")}
-    peer, published = f"engine-{fields.get('engine_id')}", harness.channels.published
+    peer, published = f"engine-{fields.get('engine_id')}", harness.stage(WeightSync).published
     process_id = int(1e6 * event.t) + 1  # each announcement is another process
     match event.kind:
         case "trainer":

@@ -17,6 +17,8 @@ from rich.progress import Progress
 from orchestrator.replay.differences import SHOWN, TOLERANCE, write_lines
 from orchestrator.replay.harness import Harness, records, without_prm
 from orchestrator.replay.recorded import RecordedGroup, RecordedRun
+from orchestrator.stages.group_rewards import GroupRewards
+from orchestrator.stages.scoring import Scoring
 from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
 from pipelinerl.data.tokenizer import load_tokenizer
@@ -56,16 +58,20 @@ async def _score_again(
     async with _scorer(config, folder) as (hub, processes):
         with records(folder) as (ledger, journal):
             harness = Harness(without_prm(config), ledger=ledger, journal=journal, num_siblings=len(groups[0].members), scorer_hub=hub)
-            parts, channels = harness.parts, harness.channels
+            parts, scoring = harness.parts, harness.stage(Scoring)
+            stages, last = [scoring], scoring.scored
+            if config.compares_siblings:
+                comparing = harness.stage(GroupRewards)
+                stages, last = [scoring, comparing], comparing.group_scored
             parts.scorers.peers.on(Failed, _raise_failed)
 
             async def feed() -> None:
                 for member in recorded.values():
                     if member.score.outcome is Outcome.STOPPED:
                         ledger.record_score(member, now_s=asyncio.get_running_loop().time())
-                        await channels.scored.put(member)
+                        await scoring.scored.put(member)
                     else:
-                        await channels.trajectories.put(member.trajectory)
+                        await scoring.trajectories.put(member.trajectory)
 
             async def script() -> None:
                 async with asyncio.TaskGroup() as group:
@@ -74,7 +80,7 @@ async def _score_again(
                     await wait_for(parts.scorers.wait_until_ready(), peer=SCORER, what="to load the rewards", deadline_s=deadline_s)
                     tasks += [group.create_task(parts.watch.run()), group.create_task(feed())]
                     while len(found) < len(recorded):
-                        scored = await channels.group_scored.get()
+                        scored = await last.get()
                         assert scored is not None, "nobody closes the channel"
                         name = scored.trajectory.rollout_id
                         found[name] = msgspec.structs.replace(recorded[name], score=scored.score)
@@ -82,7 +88,7 @@ async def _score_again(
                     for task in tasks:
                         task.cancel()
 
-            await harness.run("scoring", "group_rewards", script=script())
+            await harness.run(*stages, script=script())
     return found
 
 

@@ -15,6 +15,7 @@ from orchestrator.replay.differences import SHOWN, write_lines
 from orchestrator.replay.harness import Harness, as_scored, changed, records
 from orchestrator.replay.recorded import RecordedRun, Recording, read_closed_steps
 from orchestrator.rollouts.rows import Row, StepEnd
+from orchestrator.stages.training import Training
 from pipelinerl.config import Config, Mode
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import Message, MicroBatch, Sample, StepClosed, TakeMicroBatch, TrainerReady
@@ -81,6 +82,7 @@ async def _train(rows: dict[int, list[list[Sample]]], *, config: Config, closed_
         ledger.record("done", now_s=0.0, step=first - 1)
         commit = ledger.close_step(first - 1, num_rows=0, num_tokens=0, num_samples=0, now_s=0.0)
         harness = Harness(config, ledger=ledger, journal=journal)
+        training = harness.stage(Training)
         hub, answers = harness.trainer_hub, collections.defaultdict[str, asyncio.Queue[Message]](asyncio.Queue)
         hub.told = lambda peer, message: answers[peer].put_nowait(message)
         for replica in range(num_replicas):
@@ -90,8 +92,8 @@ async def _train(rows: dict[int, list[list[Sample]]], *, config: Config, closed_
         async def feed() -> None:
             for step, packed in rows.items():
                 for samples in packed:
-                    await harness.channels.rows.put(Row(step=step, samples=tuple(samples)))
-                await harness.channels.rows.put(closed_steps[step])
+                    await training.rows.put(Row(step=step, samples=tuple(samples)))
+                await training.rows.put(closed_steps[step])
 
         async def pull(step: int, replica: int) -> Received:
             batches: list[MicroBatch] = []
@@ -108,7 +110,7 @@ async def _train(rows: dict[int, list[list[Sample]]], *, config: Config, closed_
                 group.create_task(feed())
                 return {(step, replica): await pull(step, replica) for step in rows for replica in range(num_replicas)}
 
-        return await harness.run("training", script=script())
+        return await harness.run(training, script=script())
 
 
 def _problems(

@@ -16,6 +16,7 @@ from orchestrator.replay.events import Event
 from orchestrator.replay.harness import Harness, as_scored, records
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.recorded_engines import read_policies, repeat, say
+from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.messages import Message, StageWeights
 
 Age = tuple[int, int]
@@ -51,7 +52,7 @@ async def _order_again(recorded: RecordedRun, events: list[Event]) -> dict[int, 
     with records(recorded.folder) as (ledger, journal):
         harness = Harness(as_scored(recorded.config), ledger=ledger, journal=journal)
         harness.engine_hub.told = told
-        await harness.run("weight_sync", script=repeat(events, hear=functools.partial(say, harness)))
+        await harness.run(harness.stage(WeightSync), script=repeat(events, hear=functools.partial(say, harness)))
     return orders
 
 

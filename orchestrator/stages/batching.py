@@ -34,7 +34,7 @@ class Batching:
     woken by  training taking a row
     fails     never on one group: what cannot be trained gets a terminal status and returns its credit; Stalled, after `max_dropped` of
               them in a row that failed or were too old
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "batching"

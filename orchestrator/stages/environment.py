@@ -40,7 +40,7 @@ class EnvironmentStage:
     waits for a scorer's result
     woken by  a turn; a result
     fails     never: an environment that fails is an outcome, and what a scorer that ends had is asked of another
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "environment"

@@ -59,7 +59,7 @@ class Evaluation:
     waits for engines pinned to one version; completions; scorers' results; `deadline_s` at most
     woken by  engines, scorers
     fails     never: an evaluation that fails is given up
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "evaluation"

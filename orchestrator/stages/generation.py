@@ -40,7 +40,7 @@ class Generation:
     waits for an admission credit; an engine that may take a lost group; room in completions, turns and towards scoring
     woken by  an engine that answers, commits, joins or dies; batching assigning or dropping a group
     fails     DataError, where hardly any prompt is not quarantined (`rules.quarantine`)
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "generation"

@@ -26,7 +26,7 @@ class GroupRewards:
     waits for the last sibling of a group; room in `group_scored`; a scorer's result
     woken by  a scored trajectory; a result
     fails     never: a comparison that fails is an outcome
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "group_rewards"

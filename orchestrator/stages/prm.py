@@ -113,7 +113,7 @@ class PrmScoring:
     waits for room towards scoring; room in `prm_scored`
     woken by  engines, generation, scoring, the process reward model
     fails     never: a trace that cannot be scored is an outcome; what a model that dies had is sent again, and names a trace it dies of
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "prm"

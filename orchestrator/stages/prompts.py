@@ -52,7 +52,7 @@ class Prompts:
     waits for room in its channel
     woken by  generation taking a prompt
     fails     DataError, on a malformed or empty source
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "prompts"

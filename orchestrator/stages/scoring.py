@@ -22,7 +22,7 @@ class Scoring:
     waits for room in `scored`; a scorer's result
     woken by  a trajectory; a result
     fails     never: a failed reward is an outcome, and what a scorer that ends had is asked of another
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "scoring"

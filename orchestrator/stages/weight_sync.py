@@ -44,7 +44,7 @@ class WeightSync:
     waits for every open order, each apart, so a slow engine holds up nobody else
     woken by  engines
     fails     PeerSilent or PeerRefused, with the last engine's own words, once every engine is fenced and stays beyond refilling
-    ends      when the run does
+    ends      cancelled, when the run ends
     """
 
     name = "weight_sync"

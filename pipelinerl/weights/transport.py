@@ -1,6 +1,6 @@
 """The seam between the two ends of a weight transport: a trainer writes policies into weight buffers, an engine fetches them by name.
 
-Five transports keep the same promises (`tests/contract/test_weights.py`). A `Sender` makes weight buffers at the trainer's end, a
+All transports keep the same promises (`tests/contract/test_weights.py`). A `Sender` makes weight buffers at the trainer's end, a
 `Receiver` reads them at an engine's; `buffer_pool.WeightBufferPool` decides, for all transports, who may write or read a buffer when. A
 weight buffer's name says by which transport it is reached, so an engine needs no setting of its own (`transports.AutoReceiver`).
 """

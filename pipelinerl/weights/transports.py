@@ -33,9 +33,7 @@ def open_sender(transport: str, *, run_folder: Path, address: str | None = None)
         case "nccl":
             return nccl.sender(address=address or own_address(run_folder, "trainer"))
         case _:
-            raise WeightsError(
-                f"the orchestrator asks for the transport {transport!r}; this trainer knows shared_memory, cuda_ipc, files, gloo, nccl"
-            )
+            raise WeightsError(f"the orchestrator asks for the transport {transport!r}, which this trainer does not know")
 
 
 class AutoReceiver:
@@ -55,7 +53,7 @@ class AutoReceiver:
         for reaches, receiver in self._receivers:
             if reaches(name):
                 return receiver.fetch(name, digest, spare)
-        raise WeightsError(f"{name!r} is not the name of a weight buffer on any transport: shared memory, files, gloo, nccl or CUDA IPC")
+        raise WeightsError(f"{name!r} is not the name of a weight buffer on any transport that this engine knows")
 
     def close(self) -> None:
         for _, receiver in self._receivers:

@@ -11,11 +11,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from pipelinerl.algorithms.method import Aggregation, Method, Rule
 from tests.algorithms.rows import DIVERGES, Seq
 
 LIMIT = 20.0
+_F = TypeVar("_F")
+
+
+class Forms(dict[str, _F]):
+    """The rules of one column in plain Python, by name."""
+
+    def __missing__(self, name: str) -> _F:
+        raise KeyError(
+            f"rule {name} has no form in plain Python: write it in tests/algorithms/reference.py, and add it to its column's table"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +165,14 @@ def _loglinear(f: float, mu: float, _old: float, age: int, *, prox_lag: int) -> 
     return mu + (clamp((age - prox_lag) / age, 0, 1) if age > 0 else 0.0) * (f - mu)
 
 
-PROXIMAL: dict[str, Callable[..., float]] = {
-    "current": lambda f, _mu, _old, _age: f,
-    "engine": lambda _f, mu, _old, _age: mu,
-    "recomputed": lambda _f, _mu, old, _age: old,
-    "loglinear": _loglinear,
-}
+PROXIMAL: Forms[Callable[..., float]] = Forms(
+    {
+        "current": lambda f, _mu, _old, _age: f,
+        "engine": lambda _f, mu, _old, _age: mu,
+        "recomputed": lambda _f, _mu, old, _age: old,
+        "loglinear": _loglinear,
+    }
+)
 
 
 def _product(step: Step, row: Row) -> float:
@@ -188,16 +201,18 @@ def _mean_weight(step: Step) -> float:
     return mean([_weight(step, row, token) for row in step.rows for token in row]) or 1.0
 
 
-WEIGHTS: dict[str, Callable[..., float]] = {
-    "none": lambda _s, _row, _t: 1.0,
-    "tis_token": lambda s, _row, t, cap, floor: clamp(math.exp(s.rho(t)), floor, cap),
-    "tis_sequence": lambda s, row, _t, cap, floor: clamp(_product(s, row), floor, cap),
-    "tis_geometric": lambda s, row, _t, cap, floor: clamp(_geometric(s, row), floor, cap),
-    "tis_segment": lambda s, row, t, cap: min(_geometric(s, [other for other in row if other.run == t.run]), cap),
-    "mis_token": lambda s, _row, t, cap: _up_to(math.exp(s.rho(t)), cap),
-    "mis_sequence": lambda s, row, _t, cap: _up_to(_product(s, row), cap),
-    "icepop": lambda s, _row, t, low, high: math.exp(s.rho(t)) if low <= math.exp(s.rho(t)) <= high else 0.0,
-}
+WEIGHTS: Forms[Callable[..., float]] = Forms(
+    {
+        "none": lambda _s, _row, _t: 1.0,
+        "tis_token": lambda s, _row, t, cap, floor: clamp(math.exp(s.rho(t)), floor, cap),
+        "tis_sequence": lambda s, row, _t, cap, floor: clamp(_product(s, row), floor, cap),
+        "tis_geometric": lambda s, row, _t, cap, floor: clamp(_geometric(s, row), floor, cap),
+        "tis_segment": lambda s, row, t, cap: min(_geometric(s, [other for other in row if other.run == t.run]), cap),
+        "mis_token": lambda s, _row, t, cap: _up_to(math.exp(s.rho(t)), cap),
+        "mis_sequence": lambda s, row, _t, cap: _up_to(_product(s, row), cap),
+        "icepop": lambda s, _row, t, low, high: math.exp(s.rho(t)) if low <= math.exp(s.rho(t)) <= high else 0.0,
+    }
+)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------------------
@@ -244,30 +259,32 @@ def _top_entropy(step: Step, token: Token, *, fraction: float) -> bool:
     return token.entropy >= entropies[max(1, int(fraction * len(entropies))) - 1] - 1e-6
 
 
-MASKS: dict[str, Callable[..., list[bool]]] = {
-    "outlier_band": _by_token(lambda s, t, low, high: low <= math.exp(s.rho(t)) <= high),
-    "ratio_band": _by_token(lambda s, t, low, high: low <= math.exp(s.rho(t)) <= high),
-    "probability_band": _by_token(lambda s, t, high: abs(math.exp(t.mu + s.rho(t)) - math.exp(t.mu)) <= high),
-    "kpop": _by_token(lambda s, t, high: max(_binary_kl(t.mu + s.rho(t), t.mu), _binary_kl(t.mu, t.mu + s.rho(t))) <= high),
-    "geo_rs": _by_sequence(lambda s, row, low, high: low <= _geometric(s, row) <= high),
-    "k3_rs": _by_sequence(lambda s, row, high: mean([_metric(s, t, "k3") for t in row]) <= high),
-    "product_band": _by_sequence(lambda s, row, low, high: low <= _product(s, row) <= high),
-    "veto": _by_sequence(lambda s, row, low: all(math.exp(s.rho(t)) >= low for t in row)),
-    "reject_token": _by_token(
-        lambda s, t, metric, low, high: low <= _metric(s, t, "ratio" if metric == "k1" else metric) <= high,
-    ),
-    "reject_sequence": _by_sequence(_reject_sequence),
-    "opsm": _by_sequence(lambda _s, row, delta: not (mean([t.a for t in row]) < 0 and mean([t.prox - t.f for t in row]) > delta)),
-    "vaco_tv": lambda s, number, delta: [
-        not (mean([abs(math.exp(s.rho(o)) - 1) for o in s.rows[number]]) > delta and s.rho(t) * t.a > 0) for t in s.rows[number]
-    ],
-    "m2po": _by_token(_m2po),
-    "top_entropy": _by_token(_top_entropy),
-    "tv_gate": _by_sequence(lambda s, row, high: mean([abs(math.exp(s.rho(t)) - 1) for t in row]) / 2 <= high),
-    "overlong": lambda s, number: [not s.sequences[number].truncated] * len(s.rows[number]),
-    "version_withhold": _by_token(lambda s, t, bound: s.trained_version - t.version <= bound),
-    "partial_rollout": lambda s, number: [t.version == max(o.version for o in s.rows[number]) for t in s.rows[number]],
-}
+MASKS: Forms[Callable[..., list[bool]]] = Forms(
+    {
+        "outlier_band": _by_token(lambda s, t, low, high: low <= math.exp(s.rho(t)) <= high),
+        "ratio_band": _by_token(lambda s, t, low, high: low <= math.exp(s.rho(t)) <= high),
+        "probability_band": _by_token(lambda s, t, high: abs(math.exp(t.mu + s.rho(t)) - math.exp(t.mu)) <= high),
+        "kpop": _by_token(lambda s, t, high: max(_binary_kl(t.mu + s.rho(t), t.mu), _binary_kl(t.mu, t.mu + s.rho(t))) <= high),
+        "geo_rs": _by_sequence(lambda s, row, low, high: low <= _geometric(s, row) <= high),
+        "k3_rs": _by_sequence(lambda s, row, high: mean([_metric(s, t, "k3") for t in row]) <= high),
+        "product_band": _by_sequence(lambda s, row, low, high: low <= _product(s, row) <= high),
+        "veto": _by_sequence(lambda s, row, low: all(math.exp(s.rho(t)) >= low for t in row)),
+        "reject_token": _by_token(
+            lambda s, t, metric, low, high: low <= _metric(s, t, "ratio" if metric == "k1" else metric) <= high,
+        ),
+        "reject_sequence": _by_sequence(_reject_sequence),
+        "opsm": _by_sequence(lambda _s, row, delta: not (mean([t.a for t in row]) < 0 and mean([t.prox - t.f for t in row]) > delta)),
+        "vaco_tv": lambda s, number, delta: [
+            not (mean([abs(math.exp(s.rho(o)) - 1) for o in s.rows[number]]) > delta and s.rho(t) * t.a > 0) for t in s.rows[number]
+        ],
+        "m2po": _by_token(_m2po),
+        "top_entropy": _by_token(_top_entropy),
+        "tv_gate": _by_sequence(lambda s, row, high: mean([abs(math.exp(s.rho(t)) - 1) for t in row]) / 2 <= high),
+        "overlong": lambda s, number: [not s.sequences[number].truncated] * len(s.rows[number]),
+        "version_withhold": _by_token(lambda s, t, bound: s.trained_version - t.version <= bound),
+        "partial_rollout": lambda s, number: [t.version == max(o.version for o in s.rows[number]) for t in s.rows[number]],
+    }
+)
 
 
 # --- objectives ------------------------------------------------------------------------------------------------------------------
@@ -341,30 +358,32 @@ def _vespo(_step: Step, row: Row, *, k_positive: float, lambda_positive: float, 
     return [-phi(t.a) * t.a * t.x for t in row]
 
 
-OBJECTIVES: dict[str, Callable[..., list[float]]] = {
-    "vespo": _vespo,
-    "clip": _each(lambda t, clip_low, clip_high, dual_clip: _clipped(t.r, t.a, clip_low, clip_high, dual_clip)),
-    "gspo": _gspo,
-    "cispo": _each(lambda t, clip_low, clip_high: -clamp(t.sg_r, 1 - clip_low, 1 + clip_high) * t.a * t.x),
-    "sapo": _each(_sapo),
-    "gmpo": _gmpo,
-    "dppo_tv": _each(lambda t, clip_low, clip_high, cap: -min(t.sg_r, cap) * t.a * t.x * _tv_keeps(t, clip_low, clip_high)),
-    "dppo_kl": _each(_dppo_kl),
-    "prime_rl": _each(lambda t, clip_low, clip_high, adv_tau: -_tv_keeps(t, clip_low, clip_high) * adv_tau * t.a * t.r),
-    "ipo": _each(lambda t, threshold, adv_tau: -(abs(math.exp(t.f) - math.exp(t.mu)) <= threshold) * adv_tau * t.a * t.r),
-    "opd": _each(
-        lambda t, threshold: -(math.exp(t.f) - math.exp(t.mu) >= -threshold) * clamp(t.ref - t.f, -LIMIT, LIMIT) * t.r,
-    ),
-    "gkd": _each(lambda t, mix: DIVERGES * (t.x - t.ref) ** 2),
-    "topr": _topr,
-    "topr_token": _each(lambda t, cap: -(1.0 if t.a > 0 else clamp(t.sg_r, 0, cap)) * t.a * t.x),
-    "kimi": _each(lambda t, tau: -t.a * t.x + tau / 2 * t.log_ratio**2),
-    "dro": _each(lambda t, beta: -(t.a * t.x - beta / 2 * t.log_ratio**2)),
-    "gpg": _each(lambda t: -t.a * t.x),
-    "reinforce_is": _each(lambda t, cap: -min(t.sg_r, cap) * t.a * t.x),
-    "clip_cov": _clip_cov,
-    "kl_cov": _kl_cov,
-}
+OBJECTIVES: Forms[Callable[..., list[float]]] = Forms(
+    {
+        "vespo": _vespo,
+        "clip": _each(lambda t, clip_low, clip_high, dual_clip: _clipped(t.r, t.a, clip_low, clip_high, dual_clip)),
+        "gspo": _gspo,
+        "cispo": _each(lambda t, clip_low, clip_high: -clamp(t.sg_r, 1 - clip_low, 1 + clip_high) * t.a * t.x),
+        "sapo": _each(_sapo),
+        "gmpo": _gmpo,
+        "dppo_tv": _each(lambda t, clip_low, clip_high, cap: -min(t.sg_r, cap) * t.a * t.x * _tv_keeps(t, clip_low, clip_high)),
+        "dppo_kl": _each(_dppo_kl),
+        "prime_rl": _each(lambda t, clip_low, clip_high, adv_tau: -_tv_keeps(t, clip_low, clip_high) * adv_tau * t.a * t.r),
+        "ipo": _each(lambda t, threshold, adv_tau: -(abs(math.exp(t.f) - math.exp(t.mu)) <= threshold) * adv_tau * t.a * t.r),
+        "opd": _each(
+            lambda t, threshold: -(math.exp(t.f) - math.exp(t.mu) >= -threshold) * clamp(t.ref - t.f, -LIMIT, LIMIT) * t.r,
+        ),
+        "gkd": _each(lambda t, mix: DIVERGES * (t.x - t.ref) ** 2),
+        "topr": _topr,
+        "topr_token": _each(lambda t, cap: -(1.0 if t.a > 0 else clamp(t.sg_r, 0, cap)) * t.a * t.x),
+        "kimi": _each(lambda t, tau: -t.a * t.x + tau / 2 * t.log_ratio**2),
+        "dro": _each(lambda t, beta: -(t.a * t.x - beta / 2 * t.log_ratio**2)),
+        "gpg": _each(lambda t: -t.a * t.x),
+        "reinforce_is": _each(lambda t, cap: -min(t.sg_r, cap) * t.a * t.x),
+        "clip_cov": _clip_cov,
+        "kl_cov": _kl_cov,
+    }
+)
 
 
 # --- what is added ---------------------------------------------------------------------------------------------------------------
@@ -378,14 +397,16 @@ def _toward(t: Token, x: float) -> float:
     return clamp(t.ref - x, -LIMIT, LIMIT)
 
 
-KLS: dict[str, Callable[[Token, float], float]] = {
-    "k1": lambda t, _most: -_toward(t, t.x),
-    "k2": lambda t, _most: _toward(t, t.x) ** 2 / 2,
-    "k3": lambda t, most: min(_k3(_toward(t, t.x)), most),
-    "k3_plus": lambda t, most: min(_k3(_toward(t, t.f)), most) + (_toward(t, t.x) ** 2 - _toward(t, t.f) ** 2) / 2,
-    "full": lambda t, _most: DIVERGES * (t.x - t.ref) ** 2,
-    "unbiased": lambda t, most: t.r * min(_k3(_toward(t, t.x)), most),
-}
+KLS: Forms[Callable[[Token, float], float]] = Forms(
+    {
+        "k1": lambda t, _most: -_toward(t, t.x),
+        "k2": lambda t, _most: _toward(t, t.x) ** 2 / 2,
+        "k3": lambda t, most: min(_k3(_toward(t, t.x)), most),
+        "k3_plus": lambda t, most: min(_k3(_toward(t, t.f)), most) + (_toward(t, t.x) ** 2 - _toward(t, t.f) ** 2) / 2,
+        "full": lambda t, _most: DIVERGES * (t.x - t.ref) ** 2,
+        "unbiased": lambda t, most: t.r * min(_k3(_toward(t, t.x)), most),
+    }
+)
 
 
 def faded(rule: Rule, option: str, step: Step) -> float:
@@ -398,10 +419,12 @@ def _positive_nll(step: Step, number: int, token: Token, rule: Rule) -> float:
     return -float(rule.options["coef"] or 0) * len(step.tokens) / sum(right) * token.x if step.sequences[number].correct else 0.0
 
 
-AUXILIARY: dict[str, Callable[[Step, int, Token, Rule], float]] = {
-    "entropy_bonus": lambda step, _number, token, rule: -faded(rule, "coef", step) * token.entropy,
-    "squared_log_ratio": lambda _step, _number, token, rule: (
-        float(rule.options["tau"] or 0) * clamp(token.x - token.mu, -LIMIT, LIMIT) ** 2
-    ),
-    "positive_nll": _positive_nll,
-}
+AUXILIARY: Forms[Callable[[Step, int, Token, Rule], float]] = Forms(
+    {
+        "entropy_bonus": lambda step, _number, token, rule: -faded(rule, "coef", step) * token.entropy,
+        "squared_log_ratio": lambda _step, _number, token, rule: (
+            float(rule.options["tau"] or 0) * clamp(token.x - token.mu, -LIMIT, LIMIT) ** 2
+        ),
+        "positive_nll": _positive_nll,
+    }
+)

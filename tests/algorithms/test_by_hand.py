@@ -1,6 +1,7 @@
 """Every rule of every column has a test on numbers worked by hand; a rule that is added without one fails here.
 
-The rest of what a new row or rule is held to needs no entry anywhere: `test_every_method` and `test_loss` run whatever the table holds.
+`test_every_method` and `test_loss` run whatever the table holds. A rule of the loss (objective, proximal, weight, mask, kl, auxiliary)
+needs one more entry: `reference.py` computes it a second time, in plain Python.
 """
 
 from __future__ import annotations
