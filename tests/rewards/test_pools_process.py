@@ -228,6 +228,20 @@ def test_judge_that_never_answers_is_a_timeout_and_no_score(start_scorer: Start,
     assert answer.error == "judge did not return within 0.5 s; its process was killed"
 
 
+def test_late_answer_about_a_request_that_failed_is_dropped(start_scorer: Start, endpoint: Endpoint) -> None:
+    judge = {"concurrency": 1, "options": {"url": endpoint.url, "model": "m"}}
+    scorer = start_scorer({"act": 1.0, f"{BUILTIN}:judge": judge})
+    scorer.next(ScorerReady)
+    may_answer = threading.Event()
+    endpoint.reply = lambda body: (may_answer.wait(30), (200, "SCORE: 7"))[1]
+    scorer.send(score("failed", "raise"))
+    assert scorer.scored("failed")["failed"].outcome is Outcome.ERROR, "while the judge is still asked"
+    may_answer.set()
+    scorer.send(score("next", "abc"))
+    first = scorer.result_of("failed", "next")  # the judge, asked by one at a time, answers about the failed one before
+    assert (scorer.name_of(first), first.outcome) == ("next", Outcome.OK)
+
+
 def group(*completions: str, name: str = "group") -> ScorerTask:
     return score(name, *completions)
 
