@@ -135,6 +135,11 @@ def test_prompts_that_leave_no_room_are_counted_and_the_first_is_named(settings:
     assert held_out[0].startswith("evaluation.source rows.jsonl: 2 of 4 prompts")
 
 
+def test_a_completion_longer_than_the_context_leaves_no_tokens_and_not_fewer_than_none(settings: Callable[..., Config]):
+    config = settings(rows=[{"prompt": "1", "answer": ""}], rollout={"max_tokens": 4000}, batch={"max_tokens": 4000})
+    assert any("1 of 1 prompts have more than the 0 tokens that rollout.max_tokens leaves" in told for told in failures(look(config)))
+
+
 def test_a_parameter_that_nothing_supplies_is_named_with_the_nearest_column(settings: Callable[..., Config]):
     functions = ("misspelt", "options", "many", "compute_score", "right")
     config = settings(reward=[{"function": f"rewards.py:{name}"} for name in functions])
