@@ -41,7 +41,7 @@ class Engine:
     """Policies that it was told to fetch."""
     fault: str = ""
     """The reason why it takes no new work; empty while it does. Its running sequences go on under its old version."""
-    is_condemned: bool = False
+    is_rejected: bool = False
     """True where it keeps committing violations, or says that it has failed: its process is being replaced."""
     num_outstanding: int = 0
     """Rollouts it was asked for and has not answered."""
@@ -59,7 +59,7 @@ class Engine:
     @property
     def takes_work(self) -> bool:
         """True where it is neither fenced nor about to be replaced."""
-        return not self.fault and not self.is_condemned
+        return not self.fault and not self.is_rejected
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -75,7 +75,7 @@ class Engines:
         peers.on(Starting, self._on_starting)
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
-        peers.on_condemned(self._on_condemned)
+        peers.on_rejected(self._on_rejected)
 
     def __iter__(self):
         return iter(self._engines.values())
@@ -150,7 +150,7 @@ class Engines:
         self._note(engine)
         self.changed.set()
 
-    def forgive(self) -> None:
+    def unfence(self) -> None:
         """Give every engine new work again."""
         for engine in self:
             engine.fault = ""
@@ -230,14 +230,14 @@ class Engines:
             return Violation(kind=Kind.BOUNDS, words=words)
         return self._announcement_check.engine(ready, newest=self._newest())
 
-    def _on_condemned(self, peer: str, is_banned: bool) -> None:
+    def _on_rejected(self, peer: str, is_banned: bool) -> None:
         """Give no more work to an engine that keeps committing violations, or has failed; its rollouts are asked of others."""
         engine = self._engines.get(number_of(peer))
         self._expected -= is_banned
         self.changed.set()
         if engine is None:
             return
-        engine.is_condemned = True
+        engine.is_rejected = True
         self.requests.give_back(engine)
         if is_banned:
             self._lose(engine.engine_id)

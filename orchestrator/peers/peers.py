@@ -69,7 +69,7 @@ class Peers:
         self._told: collections.Counter[tuple[str, str]] = collections.Counter()
         """Refused messages by peer and kind."""
         self._penalties = Penalties(can_replace=replace is not None, max_processes=max_processes)
-        self._condemned: list[Callable[[str, bool], None]] = []
+        self._rejected: list[Callable[[str, bool], None]] = []
         self._banned: set[str] = set()
         self._ready_deadline_s = ready_deadline_s
         self._silent_after_s = silent_after_s
@@ -93,9 +93,9 @@ class Peers:
         """Have messages of one type handled by `handler`."""
         self._handlers[message_type] = handler
 
-    def on_condemned(self, handler: Callable[[str, bool], None]) -> None:
+    def on_rejected(self, handler: Callable[[str, bool], None]) -> None:
         """Have `handler` called with a peer that must get no work: it is to be replaced for its violations, or, with True, is banned."""
-        self._condemned.append(handler)
+        self._rejected.append(handler)
 
     def refuse(self, peer: str, violation: Violation, *, is_hopeless: bool = False) -> None:
         """Count and report a violation of a peer. Its process is replaced where it keeps committing violations, or at once where
@@ -206,7 +206,7 @@ class Peers:
             )
 
     def _condemn(self, peer: str, *, is_final: bool) -> None:
-        for handler in self._condemned:
+        for handler in self._rejected:
             handler(peer, is_final)
 
     async def _watch(self) -> None:

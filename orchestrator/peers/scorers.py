@@ -39,14 +39,14 @@ class Scorer:
     peer: str
     ready: ScorerReady
     num_outstanding: int = 0
-    is_condemned: bool = False
+    is_rejected: bool = False
     """True where it keeps committing violations, or says that it has failed: its process is being replaced, and gets no work until then."""
     load: ScorerLoad | None = None
 
     @property
     def room(self) -> int:
         """The number of requests it may still be sent."""
-        return 0 if self.is_condemned else self.ready.num_slots * CALLS_PER_SLOT - self.num_outstanding
+        return 0 if self.is_rejected else self.ready.num_slots * CALLS_PER_SLOT - self.num_outstanding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Scorers:
         self.peers.on(ScorerLoad, self._on_load)
         self.peers.on(Result, self._on_result)
         self.peers.on(Unread, self._on_unread)
-        self.peers.on_condemned(self._on_condemned)
+        self.peers.on_rejected(self._on_rejected)
 
     def __iter__(self) -> Iterator[Scorer]:
         return iter(self._scorers.values())
@@ -231,10 +231,10 @@ class Scorers:
             )
         return None if self.announcement_check is None else self.announcement_check.scorer(ready)
 
-    def _on_condemned(self, peer: str, is_banned: bool) -> None:
+    def _on_rejected(self, peer: str, is_banned: bool) -> None:
         """Give no more work to a scorer that keeps committing violations, or has failed; its tasks are repeated once another is there."""
         for scorer in self._scorers.values():
-            scorer.is_condemned |= scorer.peer == peer
+            scorer.is_rejected |= scorer.peer == peer
 
     def _lose(self, scorer: Scorer) -> None:
         """Handle the loss of a scorer: its prompts become suspects, unless it is replaced for its violations."""
@@ -243,7 +243,7 @@ class Scorers:
             self._end(pending, None)
             if not pending.is_held_out:
                 suspects.add(pending.prompt_id)
-        if scorer.is_condemned:
+        if scorer.is_rejected:
             return
         for prompt_id in sorted(suspects):
             self.ledger.record("suspected", now_s=_now_s(), peer=scorer.peer, suspect=row_of(prompt_id))

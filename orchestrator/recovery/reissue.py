@@ -116,10 +116,10 @@ class Reissue:
     def lose(self, rollout: Rollout, engine_id: int) -> None:
         """Issue the next attempt of a rollout that was lost with its engine."""
         engine = self.engines.find(engine_id)
-        is_condemned = engine is not None and engine.is_condemned
-        if not is_condemned:  # a condemned engine is replaced for its violations, so no prompt is suspected
+        is_rejected = engine is not None and engine.is_rejected
+        if not is_rejected:  # a rejected engine is replaced for its violations, so no prompt is suspected
             self._lost[engine_id].add(rollout.prompt.prompt_id)
-        reason = f"engine-{engine_id} {'is fenced for what it said' if is_condemned else 'ended'}"
+        reason = f"engine-{engine_id} {'is fenced for what it said' if is_rejected else 'ended'}"
         self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)
 
     def refuse(self, rollout: Rollout, engine_id: int, violation: Violation) -> None:

@@ -76,7 +76,7 @@ class TrainerSession:
     """The messages that a starting trainer has sent already."""
     _is_ending: bool = False
     """True where the trainer was told to train no further."""
-    _is_condemned: bool = False
+    _is_rejected: bool = False
     """True where the trainer is to be replaced for its violations: no row that it was computing is to blame."""
     _ready: Signal = dataclasses.field(default_factory=Signal)
     """Set when a replica announces itself."""
@@ -87,7 +87,7 @@ class TrainerSession:
         self.checkpoints = Checkpoints(ledger=self.ledger, journal=self.progress.journal)
         self.trainer.on(TrainerReady, self._on_ready)
         self.trainer.on(Alive, self._on_alive)
-        self.trainer.on_condemned(self._on_condemned)
+        self.trainer.on_rejected(self._on_rejected)
         self.on(CheckpointSaved, self._on_saved, check=self.checkpoints.check)
         self.on(CheckpointFailed, self._on_not_saved, check=checkpoint_failed)
         self.on(TrainingEnded, self._on_ended)
@@ -152,8 +152,8 @@ class TrainerSession:
             for step in range(num_booked, ready.version):  # its weights prove steps that the trainer before had no time to report
                 self.progress.proven(step, self.steps.open[step].samples, now_s=loop.time())
                 self.steps.record_trained(step, now_s=loop.time())
-            if self._is_condemned:
-                self._is_condemned = False
+            if self._is_rejected:
+                self._is_rejected = False
             else:
                 self.suspects.record_death(ready.suspects)
             self.checkpoints.go_on_from(ready)
@@ -198,8 +198,8 @@ class TrainerSession:
         if self._is_ending:  # no other message tells that it saves, which may take longer than the stall limit
             self.watch.moved()
 
-    def _on_condemned(self, peer: str, is_banned: bool) -> None:
-        self._is_condemned = True
+    def _on_rejected(self, peer: str, is_banned: bool) -> None:
+        self._is_rejected = True
 
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         known = self.replicas.get(ready.replica)

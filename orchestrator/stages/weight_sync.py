@@ -91,7 +91,7 @@ class WeightSync:
         self.journal.write("trainer", version=ready.version)
         self._swaps.forget_buffers()
         self._told = None
-        self.engines.forgive()  # what they refused may be what the dying trainer left
+        self.engines.unfence()  # what they refused may be what the dying trainer left
         self.trainer.send("trainer-0", msgspec.structs.replace(self.layout_for(ready), rollback_epoch=self._swaps.rollback_epoch))
 
     def _announce(self, published: PolicyPublished) -> None:
@@ -166,7 +166,7 @@ class WeightSync:
     def _is_hopeless(self) -> bool:
         """Return whether every engine is fenced, and no refill is under way."""
         return not self.engines.num_missing and all(
-            engine.is_condemned or self._swaps[engine.engine_id].is_hopeless for engine in self.engines
+            engine.is_rejected or self._swaps[engine.engine_id].is_hopeless for engine in self.engines
         )
 
     async def _end_unless_refilled(self, error: PeerError) -> None:

@@ -174,13 +174,13 @@ async def _talking(hub: MemoryHub, peers: Peers, *, saying: dict[int, Message], 
 def test_whoever_says_that_an_engine_failed_costs_its_process_and_no_run():
     """It goes on talking, as its true process does where another one has its key; replaced as often as for violations, and then no more."""
     replaced: list[str] = []
-    condemned: list[tuple[str, bool]] = []
+    rejected: list[tuple[str, bool]] = []
 
     async def program() -> None:
         hub = MemoryHub(accepts=FromEngine)
         peers = Peers(hub, role="engine", expected=2, ready_deadline_s=300.0, silent_after_s=8.0, replace=replaced.append, has_spares=True)
         peers.on(EngineLoad, lambda peer, message: None)
-        peers.on_condemned(lambda peer, is_final: condemned.append((peer, is_final)))
+        peers.on_rejected(lambda peer, is_final: rejected.append((peer, is_final)))
         saying: dict[int, Message] = {}
         for life in range(5):
             saying |= {20 * life + 1: FAILED, 20 * life + 3: FAILED, 20 * life + 19: Starting(process_id=life)}
@@ -188,7 +188,7 @@ def test_whoever_says_that_an_engine_failed_costs_its_process_and_no_run():
 
     simulate(program())
     assert replaced == ["engine-1"] * MAX_REPLACED
-    assert condemned == [("engine-1", False)] * 5, "it gets no work until another process has its name"
+    assert rejected == [("engine-1", False)] * 5, "it gets no work until another process has its name"
 
 
 def test_a_process_that_has_failed_may_end_by_itself_before_it_is_replaced_and_is_sent_nothing_meanwhile():
@@ -213,7 +213,7 @@ def test_a_failure_that_nobody_can_mend_is_not_believed_of_a_peer_that_the_run_n
         hub = MemoryHub(accepts=FromEngine)
         peers = engines(hub)
         peers.on(EngineLoad, lambda peer, message: None)
-        peers.on_condemned(lambda peer, is_final: told.append(peer))
+        peers.on_rejected(lambda peer, is_final: told.append(peer))
         await _talking(hub, peers, saying={1: FAILED}, for_s=60, who=0)
         assert not told, "it is heard: nothing is taken from it"
         await peers.run()

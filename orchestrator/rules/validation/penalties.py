@@ -47,17 +47,17 @@ class Penalties:
         self._num_violations: collections.Counter[str] = collections.Counter()
         """Violations of the present process of each name."""
         self._replaced_at: dict[str, collections.deque[float]] = collections.defaultdict(collections.deque)
-        self._condemned: set[str] = set()
+        self._rejected: set[str] = set()
         """Peers that are being replaced, or are banned: their messages meanwhile change nothing."""
 
     def violated(self, peer: str, *, now_s: float, is_hopeless: bool = False) -> Penalty:
         """Count a violation of a peer; `is_hopeless` says that nothing else its process may say is of any use."""
-        if peer in self._condemned:
+        if peer in self._rejected:
             return Penalty.REFUSE
         self._num_violations[peer] += MAX_VIOLATIONS if is_hopeless else 1
         if self._num_violations[peer] < MAX_VIOLATIONS:
             return Penalty.REFUSE
-        self._condemned.add(peer)
+        self._rejected.add(peer)
         replaced_at = _recent(self._replaced_at[peer], now_s=now_s)
         if len(replaced_at) >= MAX_REPLACED or not self._can_replace:
             return Penalty.BAN
@@ -82,7 +82,7 @@ class Penalties:
         began_at.append(now_s)
         if self._max_processes is not None and len(began_at) > self._max_processes:
             return Penalty.BAN
-        self._condemned.discard(peer)
+        self._rejected.discard(peer)
         del self._num_violations[peer]
         return Penalty.REFUSE
 
