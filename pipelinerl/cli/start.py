@@ -13,9 +13,11 @@ from pipelinerl.cli.app import console, errors
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.launch import resuming
+from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.lease import Lease, held
 
 
@@ -61,7 +63,10 @@ def print_plan(settings: Config) -> None:
     console.print("processes:")
     run_folder = settings.run.folder / f"{settings.run.name}-<time>"
     trackers = [Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
-    for role in (*roles_of(settings, run_folder), *trackers):
+    roles = roles_of(settings, run_folder)
+    with contextlib.suppress(ConfigError):
+        roles, _ = place(settings, roles, usable_gpus())
+    for role in (*roles, *trackers):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
     findings = preflight(settings, is_dry=True)
     show(findings, console, Level.OK, Level.NOTE, Level.WARN)
@@ -85,7 +90,8 @@ def _report(run_folder: Path) -> None:
 async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) -> None:
     from pipelinerl.observe.terminal import show
 
-    until, roles = asyncio.Event(), roles_of(settings, run_folder)
+    until = asyncio.Event()
+    roles, _ = place(settings, roles_of(settings, run_folder), usable_gpus())
     if not console.is_terminal:
         console.print(f"starting {', '.join(role.name for role in roles)}; logs: {escape(str(run_folder / 'logs'))}", soft_wrap=True)
     async with asyncio.TaskGroup() as group:

@@ -139,5 +139,7 @@ def slurm(
         refuse(preflight(settings, runs_here=False))
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
+    for line in job.check_gpus(settings):
+        console.print(line, highlight=False)
     if submit:
         console.print(f"job: {job.submit(script)}")

@@ -80,7 +80,13 @@ class PrmSection(Section):
     deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
     max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
+    gpus: tuple[int | str, ...] = Field((), description="indices or UUIDs of its GPUs, one for each rank; empty: those after the engines'")
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes over which the model is spread."""
+        return int(self.options.get("tensor_parallel_size", 1)) * int(self.options.get("pipeline_parallel_size", 1))
 
     @property
     def is_used(self) -> bool:

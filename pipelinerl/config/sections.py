@@ -104,6 +104,12 @@ class EngineSection(Section):
         None, description="KV cache of each rank of an engine; default: what max_running sequences need, on a GPU what it has left"
     )
     cores: tuple[int, ...] = Field((), description="CPU core of each engine, one each; empty lets the system choose")
+    gpus: tuple[int | str, ...] = Field(
+        (), description="indices (as nvidia-smi counts) or UUIDs of their GPUs, dealt in this order, a rank each; empty: the first ones"
+    )
+    shares_gpus: bool = Field(
+        False, description="engines, process reward model and trainer may lie on the same GPUs; kv_cache_bytes then leaves the others room"
+    )
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
     silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
@@ -186,6 +192,9 @@ class TrainerSection(Section):
     offload: Offload = Field(Offload.NOTHING, description="what the trainer keeps on the host: nothing, optimizer or weights")
     float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")
+    gpus: tuple[int | str, ...] = Field(
+        (), description="indices (as nvidia-smi counts) or UUIDs of the ranks' GPUs, one each; empty: those that engines leave"
+    )
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for the trainer to load the model")
     silent_after_s: PositiveFloat = Field(600.0, description="a trainer not heard of for so long ends the run")
 

@@ -62,6 +62,14 @@ def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -
             yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
 
 
+def _sharing_leaves_room(engine: EngineSection) -> Iterator[str]:
+    if engine.shares_gpus and engine.kv_cache_bytes is None:
+        yield (
+            "engine.shares_gpus is true, and without engine.kv_cache_bytes an engine takes all that its GPU has free when it starts, and"
+            " leaves the trainer nothing. Set engine.kv_cache_bytes."
+        )
+
+
 def _dtype_can_be_trained(model: ModelSection) -> Iterator[str]:
     if model.dtype == "float16":
         yield (
@@ -264,6 +272,7 @@ _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
     _one_core_for_each_process,
+    _sharing_leaves_room,
     _dtype_can_be_trained,
     _options_are_finite,
     _no_secrets,

@@ -18,6 +18,9 @@ from pathlib import Path
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.engine.environment import set_environment
+from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.devices import show_first, usable_gpus
+from pipelinerl.runtime.parts import share_of
 from pipelinerl.runtime.process import crash_report, die_with_parent, how_it_ended, record_failure
 from pipelinerl.runtime.restarts import Restarts
 
@@ -29,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.engine", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
+    parser.add_argument("--gpus", action="append", default=[], help="UUIDs of the GPUs of one engine, with commas; once for each engine")
     arguments = parser.parse_args()
     run_folder = arguments.run_folder
     with crash_report(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
@@ -38,22 +42,29 @@ def main() -> None:
             from pipelinerl.engine.vllm.engine import import_everything
 
             import_everything()
-        sys.exit(_Parent(config, run_folder, engine_ids=engines_of_part(arguments.part, count=config.engine.count)).run())
+        engine_ids = share_of(arguments.part, count=config.engine.count)
+        sys.exit(_Parent(config, run_folder, gpus=dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))).run())
 
 
-def engines_of_part(part: str | None, *, count: int) -> range:
-    """The engines of part `K/N` of `count`: consecutive ones, as many in each part, or one more."""
-    number, _, num_parts = (part or "0/1").partition("/")
-    bounds = [count * index // int(num_parts) for index in (int(number), int(number) + 1)]
-    return range(*bounds)
+def _gpus_of(engine_ids: range, given: list[str]) -> list[str]:
+    """Each engine's own GPUs; empty where none were given: then the only engine takes what it sees. Raises `ConfigError`."""
+    if given and len(given) != len(engine_ids):
+        raise ConfigError(f"--gpus was given {len(given)} times for {len(engine_ids)} engines: name the GPUs of each, in their order")
+    if not given and len(engine_ids) > 1 and usable_gpus():
+        raise ConfigError(
+            f"{len(engine_ids)} engines were started by hand on a machine with GPUs, and without --gpus all would take the first one: name"
+            " the GPUs of each. `pipelinerl run --dry-run` prints the command line"
+        )
+    return given or [""] * len(engine_ids)
 
 
 class _Parent:
     """Forks the engines, and forks those that are killed again."""
 
-    def __init__(self, config: Config, run_folder: Path, *, engine_ids: range) -> None:
+    def __init__(self, config: Config, run_folder: Path, *, gpus: dict[int, str]) -> None:
+        """`gpus`: the UUIDs of each engine's GPUs, by its number; empty for what it sees."""
         self._config = config
-        self._engine_ids = engine_ids
+        self._gpus = gpus
         self._run_folder = run_folder
         self._children: dict[int, tuple[str, float]] = {}
         """(name, time of its fork in Unix seconds) by process id."""
@@ -61,7 +72,7 @@ class _Parent:
 
     def run(self) -> int:
         """Wait for every child; where one fails, write down how and end all. Returns 1 then, else 0."""
-        for engine_id in self._engine_ids:
+        for engine_id in self._gpus:
             self._fork(f"engine-{engine_id}", wait_s=None)
         verdict = 0
         while self._children:
@@ -104,6 +115,8 @@ class _Parent:
         try:
             die_with_parent(parent_id)
             with crash_report(self._run_folder, engine):
+                if own := self._gpus[int(engine.removeprefix("engine-"))]:
+                    show_first(own)
                 _run_engine(int(engine.removeprefix("engine-")), self._config, self._run_folder, wait_s=wait_s)
             code = 0
         except SystemExit as end:

@@ -26,9 +26,12 @@ from pipelinerl.config.layout import check_layout
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
 from pipelinerl.engine.options import problems_of_options
 from pipelinerl.launch import doctor
+from pipelinerl.launch.gpus import place
+from pipelinerl.launch.roles import roles_of
 from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.observe.tracking.beside import missing_packages
 from pipelinerl.planning import memory
+from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok
 from pipelinerl.runtime.machine import has_gpu, memory_bytes, say_bytes
 from pipelinerl.runtime.process import how_it_ended
@@ -48,7 +51,7 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
     looks = [_model(config), _folders(config), layout, _settings(config), _engine_options(config), trackers]
     if runs_here:
-        looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config)]
+        looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
     has_model = (config.model.path / "config.json").is_file()
     if has_model and config.engine.kind == "vllm":
         looks += [_memory(config, runs_here=runs_here)]
@@ -152,6 +155,16 @@ def _cores(config: Config) -> Iterator[Finding]:
         if unknown := sorted(set(cores) - here):
             found = f"names {', '.join(map(str, unknown))}, and processes here may use {', '.join(map(str, sorted(here)))}"
             yield fail(f"{part}.cores", found)
+
+
+def _gpus(config: Config, *, is_dry: bool) -> Iterator[Finding]:
+    """Who takes which GPU. A machine without any may check for another, which then has to have those that settings name."""
+    gpus = usable_gpus()
+    if not gpus and is_dry and any((config.engine.gpus, config.prm.gpus, config.trainer.gpus)):
+        yield note("GPUs", "settings name some, and this machine has none that a run could use: the machine of the run must have them")
+        return
+    _, placement = place(config, roles_of(config, config.run.folder), gpus)
+    yield from (ok("GPUs", line) for line in placement.table())
 
 
 def _memory(config: Config, *, runs_here: bool) -> Iterator[Finding]:

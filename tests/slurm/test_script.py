@@ -12,11 +12,11 @@ import pytest
 
 from pipelinerl.config import Config
 from pipelinerl.config.file import load, load_run, parse
-from pipelinerl.engine.__main__ import engines_of_part
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on
 from pipelinerl.launch.slurm.script import OWNED, render
 from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.runtime.parts import share_of
 
 pytestmark = pytest.mark.process
 
@@ -123,4 +123,4 @@ def test_over_several_nodes_engines_and_ranks_are_split_and_each_node_starts_its
         ["engines-1"],
     ]
     assert roles["engines-1"][-2:] == roles["trainer-1"][-2:] == ["--part", "1/2"]
-    assert [list(engines_of_part(part, count=5)) for part in ("0/2", "1/2", None)] == [[0, 1], [2, 3, 4], [0, 1, 2, 3, 4]]
+    assert [list(share_of(part, count=5)) for part in ("0/2", "1/2", None)] == [[0, 1], [2, 3, 4], [0, 1, 2, 3, 4]]

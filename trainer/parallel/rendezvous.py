@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.config.file import load_run
+from pipelinerl.runtime.devices import show_first
 from pipelinerl.runtime.network import address_towards
+from pipelinerl.runtime.parts import share_of
 from pipelinerl.runtime.process import crash_report, die_with_parent, end_alike
 from pipelinerl.runtime.watch import wait_for_file
 from pipelinerl.transport.endpoint import own_address
@@ -34,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.parallel.rendezvous", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--part", default="0/1", help="K/N: which of how many machines this is")
+    parser.add_argument("--gpus", help="UUIDs of the GPUs of this machine's ranks, in their order, with commas")
     arguments = parser.parse_args()
     number, num_nodes = map(int, arguments.part.split("/"))
     run_folder: Path = arguments.run_folder
@@ -41,7 +44,9 @@ def main() -> None:
     with crash_report(run_folder, f"trainer-node-{number}"):
         config = load_run(run_folder)
         world_size = config.trainer.ranks
-        mine = range(world_size * number // num_nodes, world_size * (number + 1) // num_nodes)
+        mine = share_of(arguments.part, count=world_size)
+        if arguments.gpus:
+            show_first(arguments.gpus)  # to all ranks alike: rank n of this machine takes the n-th
         deadline_s = config.trainer.ready_deadline_s
         if num_nodes == 1:  # gloo stays on loopback; NCCL is the way of the weights, too
             settings = nccl_settings(config.weights, run_folder, "trainer", deadline_s=deadline_s, environment=os.environ)

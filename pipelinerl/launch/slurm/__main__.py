@@ -21,12 +21,14 @@ from typing import Any
 from pipelinerl.config import Config, RunSection
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import LeaseError, PipelineError
+from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role
 from pipelinerl.launch.slurm import UNFINISHED
 from pipelinerl.launch.slurm.address import address_towards_others
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on
 from pipelinerl.observe.tracking.beside import trackers
+from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.lease import LEASE_S, RENEW_EVERY_S, Lease, held
 from pipelinerl.runtime.process import record_failure
 
@@ -95,8 +97,11 @@ class Supervisor:
                 lease = await self._hold(at_end) if self._node == 0 else None  # the first node's supervisor holds the folder for all
                 if self._is_saving:  # asked for while the folder was waited for: nothing has begun, and the next attempt goes on
                     return UNFINISHED
+                roles, placement = place(self._config, self._roles, usable_gpus(), is_alone=self._num_nodes == 1)
+                for line in placement.table():
+                    self._say(line)
                 self._is_launched = True
-                await launcher_of(self._config, self._roles, self._run_folder, lease=lease).run()
+                await launcher_of(self._config, roles, self._run_folder, lease=lease).run()
         except PipelineError as error:
             self._say(f"failed: {error}")
             record_failure(self._run_folder, f"node-{self._node}", error=str(error))

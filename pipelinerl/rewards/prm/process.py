@@ -20,6 +20,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
+from pipelinerl.runtime.devices import show_first
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -29,11 +30,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards.prm.process", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
     parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
+    parser.add_argument("--gpus", help="UUIDs of the model's GPUs, with commas")
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
     with crash_report(arguments.run_folder, name):
         config = load_run(arguments.run_folder)
         set_environment()
+        if arguments.gpus:
+            show_first(arguments.gpus)
         scorer = load_scorer(config.prm)
         codec = load_codec(config.model.path)
         journal = Journal(arguments.run_folder, name)

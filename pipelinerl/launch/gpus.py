@@ -1,0 +1,144 @@
+"""Which process takes which GPU of a machine: every rank of an engine, of the process reward model and of the trainer one of its own.
+
+Without a word in the settings engines take the first ones, then the process reward model, then the trainer's ranks: the ranks of one engine
+are neighbours. A list (`engine.gpus`, `prm.gpus`, `trainer.gpus`) is dealt in its order, on every machine of a run alike; what it names is
+left out of what the others are dealt. Each process is told its own GPUs on its command line, as UUIDs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipelinerl.config import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.launch.roles import Role
+from pipelinerl.runtime.devices import Gpu, named, said
+from pipelinerl.runtime.parts import share_of
+
+ENGINES, PRM, TRAINER = "engines", "scorer-1", "trainer"
+"""The processes that compute on GPUs, by their names without the number of the machine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The GPUs of one machine, dealt."""
+
+    gpus: tuple[Gpu, ...]
+    taken: Mapping[str, tuple[Gpu, ...]]
+    """By `engine-3`, `prm` and `trainer`; the trainer's are in the order of its ranks here."""
+    first_rank: int = 0
+    """The first of the trainer's ranks on this machine."""
+
+    def table(self) -> Iterator[str]:
+        """A line for each GPU, with who takes it."""
+        return (f"{gpu}: {users}" for gpu, users in self.users())
+
+    def users(self) -> Iterator[tuple[Gpu, str]]:
+        """Each GPU, and the processes that compute on it."""
+        for gpu in self.gpus:
+            users = [self._user(who, gpu, taken) for who, taken in self.taken.items() if gpu in taken]
+            yield gpu, ", ".join(users) or "free"
+
+    def _user(self, who: str, gpu: Gpu, taken: Sequence[Gpu]) -> str:
+        if who == TRAINER:
+            return f"trainer rank {self.first_rank + taken.index(gpu)}"
+        return who if len(taken) == 1 else f"{who} rank {taken.index(gpu)}"
+
+
+def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alone: bool = True) -> tuple[tuple[Role, ...], Placement]:
+    """Deal the GPUs of one machine to the processes on it, and tell each on its command line; on a machine without any, nobody is told.
+
+    `is_alone`: the run has no other machine. Raises `ConfigError` with what was found, where it is too little or not what settings name.
+    """
+    by_kind = {kind: role for role in roles for kind in (ENGINES, PRM, TRAINER) if role.name == kind or role.name.startswith(f"{kind}-")}
+    ranks = share_of(_part(by_kind.get(TRAINER)), count=config.trainer.ranks) if TRAINER in by_kind else range(0)
+    engine_ids = share_of(_part(by_kind.get(ENGINES)), count=config.engine.count) if ENGINES in by_kind else range(0)
+    wanted: dict[str, dict[str, int]] = {
+        "engine": {f"engine-{number}": config.engine.num_ranks for number in engine_ids} if config.engine.kind == "vllm" else {},
+        "prm": {"prm": config.prm.num_ranks} if PRM in by_kind and config.prm.path is not None else {},
+        "trainer": {TRAINER: len(ranks)} if ranks else {},
+    }
+    if not gpus:
+        _refuse_names(config, [part for part, users in wanted.items() if users])
+        return tuple(roles), Placement(gpus=(), taken={})
+    taken = _deal(config, wanted, gpus, is_alone=is_alone)
+    given = {
+        ENGINES: [taken[f"engine-{number}"] for number in engine_ids if f"engine-{number}" in taken],
+        PRM: [taken["prm"]] if "prm" in taken else [],
+        TRAINER: [taken[TRAINER]] if TRAINER in taken else [],
+    }
+    told = {by_kind[kind].name: _arguments(groups) for kind, groups in given.items() if kind in by_kind}
+    placed = tuple(dataclasses.replace(role, command=(*role.command, *told.get(role.name, ()))) for role in roles)
+    return placed, Placement(gpus=tuple(gpus), taken=taken, first_rank=ranks.start)
+
+
+def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequence[Gpu], *, is_alone: bool) -> dict[str, tuple[Gpu, ...]]:
+    lists = {
+        part: named(names, gpus, key=f"{part}.gpus", is_alone=is_alone) for part, names in _names(config).items() if names and wanted[part]
+    }
+    listed = {gpu.uuid for pool in lists.values() for gpu in pool}
+    rest = [gpu for gpu in gpus if gpu.uuid not in listed]
+    next_of_rest, taken = 0, {}
+    for part, users in wanted.items():
+        pool, first = (lists[part], 0) if part in lists else (rest, next_of_rest)
+        for who, count in users.items():
+            if first + count > len(pool) and config.engine.shares_gpus:
+                pool = pool if part in lists else list(gpus)
+                first = 0
+            if first + count > len(pool):
+                raise ConfigError(_too_few(wanted, part, pool, gpus, is_listed=part in lists))
+            taken[who] = tuple(pool[first : first + count])
+            first += count
+        if part not in lists:
+            next_of_rest = first
+    _refuse_overlaps(taken, shares=config.engine.shares_gpus)
+    return taken
+
+
+def _too_few(wanted: Mapping[str, Mapping[str, int]], part: str, pool: Sequence[Gpu], gpus: Sequence[Gpu], *, is_listed: bool) -> str:
+    parts = {name: sum(users.values()) for name, users in wanted.items() if users}
+    do = (
+        "Lower engine.count or trainer.ranks, or have them share GPUs: engine.shares_gpus = true, with an engine.kv_cache_bytes that leaves"
+        " the others their room"
+    )
+    if is_listed:
+        return f"{part}.gpus names {len(pool)} GPUs here, and {parts[part]} are needed: one for each rank. Name more. {do}"
+    need = " and ".join(f"{name} {count}" for name, count in parts.items())
+    found = f"of {len(gpus)} found {len(pool)} are not named for others: {said(gpus)}"
+    return f"{need} GPUs are needed on this machine, one for each rank, and {found}. {do}"
+
+
+def _refuse_overlaps(taken: Mapping[str, tuple[Gpu, ...]], *, shares: bool) -> None:
+    users: dict[str, str] = {}
+    for who, gpus in taken.items():
+        for gpu in gpus:
+            if (other := users.setdefault(gpu.uuid, who)) != who and not shares:
+                raise ConfigError(
+                    f"{other} and {who} are both given GPU {gpu}: each would take its memory for itself. Name others in engine.gpus,"
+                    " prm.gpus or trainer.gpus, or say that they share: engine.shares_gpus = true, with engine.kv_cache_bytes"
+                )
+
+
+def _refuse_names(config: Config, parts: Sequence[str]) -> None:
+    for part in parts:
+        if names := _names(config)[part]:
+            raise ConfigError(
+                f"{part}.gpus names {', '.join(map(str, names))}, and no GPU was found that this run could use: NVIDIA's driver tells of"
+                " none, CUDA_VISIBLE_DEVICES hides them, or torch is a build for CPUs (`pipelinerl doctor` says which)"
+            )
+
+
+def _names(config: Config) -> dict[str, tuple[int | str, ...]]:
+    return {"engine": config.engine.gpus, "prm": config.prm.gpus, "trainer": config.trainer.gpus}
+
+
+def _arguments(groups: Sequence[Sequence[Gpu]]) -> tuple[str, ...]:
+    return tuple(word for group in groups for word in ("--gpus", ",".join(gpu.uuid for gpu in group)))
+
+
+def _part(role: Role | None) -> str | None:
+    """The K/N that a role was told; None where it is the only one of its kind."""
+    if role is None or "--part" not in role.command:
+        return None
+    return role.command[role.command.index("--part") + 1]

@@ -1,0 +1,10 @@
+"""The share of one machine where processes of a run are spread over several."""
+
+from __future__ import annotations
+
+
+def share_of(part: str | None, *, count: int) -> range:
+    """The numbers of part `K/N` of `count`: consecutive ones, as many in each part, or one more; of None all."""
+    number, _, num_parts = (part or "0/1").partition("/")
+    bounds = [count * index // int(num_parts) for index in (int(number), int(number) + 1)]
+    return range(*bounds)
