@@ -88,4 +88,4 @@ def _run(world: peers.World, *, adapts: bool, steps: int) -> tuple[float, int, i
 
 
 if __name__ == "__main__":
-    harness.run("concurrency", measure)
+    harness.run("concurrency", measure, works=())

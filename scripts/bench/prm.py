@@ -154,4 +154,4 @@ def measure(arguments: Any) -> harness.Measured:
 
 
 if __name__ == "__main__":
-    harness.run("prm", measure)
+    harness.run("prm", measure, works=())

@@ -50,7 +50,8 @@ def measure(arguments: Any) -> harness.Measured:
         for num_steps in lengths:
             run = Path(folder) / str(num_steps)
             write_s, _ = harness.median_s(DemoJournals(run, num_steps=num_steps).write, repetitions=1)
-            seconds, worked_s, mib = min(_report(str(run)) for _ in range(1 if num_steps > 10_000 else 2))
+            reports = [harness.steadily(lambda run=str(run): _report(run)) for _ in range(1 if num_steps > 10_000 else 2)]
+            seconds, worked_s, mib = min(reports)
             rows.append(
                 {
                     "steps": num_steps,
@@ -71,8 +72,13 @@ def measure(arguments: Any) -> harness.Measured:
     return harness.Measured(
         rows=rows,
         goals=[
-            harness.at_most(f"ms a step, {lengths[-1]:,} steps over {lengths[-2]:,}", longest["ms a step"] / shorter["ms a step"], 1.5),
-            harness.at_most(f"seconds of a report of {lengths[-1]:,} steps", longest["report s"], 60.0),
+            harness.at_most(
+                f"ms a step, {lengths[-1]:,} steps over {lengths[-2]:,}",
+                longest["ms a step"] / shorter["ms a step"],
+                1.5,
+                work=harness.Work.CPU,
+            ),
+            harness.at_most(f"seconds of a report of {lengths[-1]:,} steps", longest["report s"], 60.0, **harness.SECONDS),
             harness.at_most(f"GB of journal in {DAYS} days of the demo's pace", month_gb, 4.0),
         ],
         notes=[

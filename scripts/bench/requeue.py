@@ -134,7 +134,7 @@ def _judge(run_folder: Path, attempts: list[harness.Row], *, requeues: int) -> h
         harness.at_most("steps missing in W&B or twice there", float(rows != steps), 0),
         harness.at_most("promises broken", float(checked.returncode), 0),
         harness.at_least("ended by itself", float(attempts[-1]["ended"] == "finished"), 1),
-        harness.at_most("slowest save and exit, s", max(row["wish to exit s"] for row in requeued), SAVE_S),
+        harness.at_most("slowest save and exit, s", max(row["wish to exit s"] for row in requeued), SAVE_S, **harness.SECONDS),
     ]
     notes = [*checked.stdout.splitlines(), f"{len(rows)} steps in W&B's files, ids {', '.join(sorted(ids))}"]
     return harness.Measured(rows=attempts, goals=goals, notes=notes)

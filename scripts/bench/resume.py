@@ -36,13 +36,17 @@ SETTINGS = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP, "max_s
 
 def measure(arguments: Any) -> harness.Measured:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    small, large = rows = [_measure(size) for size in ((10_000, 100_000) if arguments.quick else (100_000, 1_000_000))]
+    small, large = rows = [
+        harness.steadily(lambda size=size: _measure(size)) for size in ((10_000, 100_000) if arguments.quick else (100_000, 1_000_000))
+    ]
     after = f"after {large['rollouts']:,} rollouts"
     return harness.Measured(
         rows=rows,
         goals=[
-            harness.at_most(f"resume {after} over {small['rollouts']:,}", large["resume s"] / small["resume s"], 1.5),
-            harness.at_most(f"seconds to resume {after}", large["resume s"], 2.0),
+            harness.at_most(
+                f"resume {after} over {small['rollouts']:,}", large["resume s"] / small["resume s"], 1.5, work=harness.Work.CPU
+            ),
+            harness.at_most(f"seconds to resume {after}", large["resume s"], 2.0, **harness.SECONDS),
         ],
         notes=["resume: the median of five openings, each with `read_snapshot`; what is in flight and recorded is the same in every row"],
     )

@@ -177,4 +177,4 @@ def _mean_curve(curves: list[Curve]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    harness.run("staleness", measure, options={"--seeds": {"type": int, "default": 5}, **BUDGET})
+    harness.run("staleness", measure, works=(), options={"--seeds": {"type": int, "default": 5}, **BUDGET})

@@ -51,8 +51,11 @@ def measure(arguments: Any) -> harness.Measured | None:
     settings = _warm(folder, quick=arguments.quick)
     while (missing := pieces.missing) and pieces.may_start:
         _say_left(pieces.made, num_left=len(missing))
-        wall_s, figures = harness.median_s(lambda key=missing[0]: _run(settings, key, quick=arguments.quick), repetitions=1)
-        pieces.keep(missing[0], figures | {"wall_s": wall_s})
+        turns = harness.in_turns(
+            1, {"run": lambda key=missing[0]: harness.median_s(lambda: _run(settings, key, quick=arguments.quick), repetitions=1)}
+        )
+        wall_s, figures = turns["run"][0]
+        pieces.keep(missing[0], figures | {"wall_s": wall_s, "speeds": turns.speeds.values})
     made = pieces.made
     found = _table(made)
     if missing:
@@ -69,7 +72,8 @@ def measure(arguments: Any) -> harness.Measured | None:
             y_label="mean reward of five steps",
         )
         value = _reached_s(made, 4) / _reached_s(made, 0)
-        found.goals.append(harness.at_most("seconds to reward 0.8 at K = 4 over K = 0", value, 1.0))
+        speeds = harness.Speeds(tuple(speed for run in made.values() for speed in run["speeds"]))
+        found.goals.append(harness.at_most("seconds to reward 0.8 at K = 4 over K = 0", value, 1.0, work=harness.Work.CPU, speeds=speeds))
     return found
 
 

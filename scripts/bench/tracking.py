@@ -74,8 +74,16 @@ def measure(arguments: Any) -> harness.Measured:
     return harness.Measured(
         rows=rows,
         goals=[
-            *(harness.at_most(f"{row['W&B is']}: part of the machine's processor time", row["processor time"], 0.01) for row in troubled),
-            *(harness.at_least(f"{row['W&B is']}: {speed}", row["speed over none"], round(0.99 - noise, 4)) for row in troubled),
+            *(
+                harness.at_most(
+                    f"{row['W&B is']}: part of the machine's processor time", row["processor time"], 0.01, work=harness.Work.CPU
+                )
+                for row in troubled
+            ),
+            *(
+                harness.at_least(f"{row['W&B is']}: {speed}", row["speed over none"], round(0.99 - noise, 4), work=harness.Work.CPU)
+                for row in troubled
+            ),
             harness.at_most("steps missing in W&B afterwards", float(lost), 0),
         ],
         notes=[

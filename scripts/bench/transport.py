@@ -41,10 +41,10 @@ from pipelinerl.transport.keys import make_keys, read_keys
 from pipelinerl.transport.session import WINDOW_BYTES
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import children, harness
-from scripts.bench.peers import GROUP_SIZE, TOKENS, LoopHub, Meter, Peers, completion, config_of, run_of
+from scripts.bench.instant_peers import GROUP_SIZE, TOKENS, LoopHub, Meter, Peers, completion, config_of, run_of
 
 ORCHESTRATOR_CORE, PEERS_CORE = 0, 1
-NUM_ENGINES = 4
+NUM_ENGINES, GROUPS_PER_STEP = 4, 32
 TOGETHER = 8
 """Completions sent in one call, between two looks for messages."""
 DEADLINE_S = 120.0
@@ -94,7 +94,7 @@ def _pairs(found: harness.Measured, *, count: int, repetitions: int) -> None:
         rate = statistics.median(measured)
         found.rows.append(_row(f"pair: {name}", rate, size, 1e6 / rate, rate / reference))
     ratio = harness.median_ratio(rates["ours"], rates["raw pyzmq, encrypted"])
-    found.goals.append(harness.at_least("trajectories/s over raw pyzmq", ratio, 0.8))
+    found.goals.append(harness.at_least("trajectories/s over raw pyzmq", ratio, 0.8, work=harness.Work.CPU, speeds=rates.speeds))
 
 
 def _ours(count: int, *, together: int) -> float:
@@ -183,23 +183,29 @@ def _send_raw(folder: Path, address: bytes, count: int, size: int, *, is_encrypt
 
 
 def _stages(found: harness.Measured, *, steps: int) -> None:
-    groups_per_step, num_engines = 32, NUM_ENGINES
-    config = config_of(
-        num_engines=num_engines, max_running=1024, groups_per_step=groups_per_step, steps=steps, max_staleness=8, num_tokens=TOKENS
-    )
-    peers = Peers(num_engines=num_engines, num_tokens=TOKENS, in_flight=0, steps=steps)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_keys(folder, PEERS)
-        child = children.start(lambda: _serve_peers(folder, peers, num_engines), cores={PEERS_CORE})
-        wall_s, cpu_s, counted = children.result_of(_orchestrate, folder, config, cores={ORCHESTRATOR_CORE})
-        os.waitpid(child, 0)
-    rollouts = counted * groups_per_step * GROUP_SIZE
+    wall_s, cpu_s, counted = harness.steadily(lambda: _among_peers(steps))
+    rollouts = counted * GROUPS_PER_STEP * GROUP_SIZE
     bytes_each = len(encode(completion("1/1"))) + 4 * TOKENS + 17 * (TOKENS + 32)
     for what, seconds in (("wall", wall_s), ("a second of the core", cpu_s)):
         found.rows.append(_row(f"stages: {what}", rollouts / seconds, bytes_each, 1e6 * cpu_s / rollouts, ""))
     found.notes.append(f"stages: the orchestrator's core was busy {cpu_s / wall_s:.0%} of the time, encryption included")
-    found.goals.append(harness.at_least("trajectories/s through one core", rollouts / wall_s, 2000))
+    rate: dict[str, Any] = {"work": harness.Work.CPU, "scale": harness.Scale.RATE}
+    found.goals.append(harness.at_least("trajectories/s through one core", rollouts / wall_s, 2000, **rate))
+
+
+def _among_peers(steps: int) -> tuple[float, float, int]:
+    """Seconds of wall and of processor, and of how many steps they are."""
+    config = config_of(
+        num_engines=NUM_ENGINES, max_running=1024, groups_per_step=GROUPS_PER_STEP, steps=steps, max_staleness=8, num_tokens=TOKENS
+    )
+    peers = Peers(num_engines=NUM_ENGINES, num_tokens=TOKENS, in_flight=0, steps=steps)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_keys(folder, PEERS)
+        child = children.start(lambda: _serve_peers(folder, peers, NUM_ENGINES), cores={PEERS_CORE})
+        measured = children.result_of(_orchestrate, folder, config, cores={ORCHESTRATOR_CORE})
+        os.waitpid(child, 0)
+    return measured
 
 
 def _orchestrate(folder: Path, config: Config) -> tuple[float, float, int]:
@@ -261,8 +267,8 @@ def _growth(found: harness.Measured, *, groups_per_step: int, num_steps: int, re
     for (in_flight, num_engines), each in cost.items():
         found.rows.append(_row(f"growth: {in_flight} in flight, {num_engines} engines", 1e6 / each, 0, each, each / cost[1_000, 10]))
     more_rollouts, more_engines = cost[largest, 10] / cost[1_000, 10], cost[10_000, 1000] / cost[10_000, 10]
-    found.goals.append(harness.at_most(f"cost at {largest} in flight over 1,000", more_rollouts, 1.2))
-    found.goals.append(harness.at_most("cost with 1,000 engines over 10", more_engines, 1.2))
+    found.goals.append(harness.at_most(f"cost at {largest} in flight over 1,000", more_rollouts, 1.2, work=harness.Work.CPU))
+    found.goals.append(harness.at_most("cost with 1,000 engines over 10", more_engines, 1.2, work=harness.Work.CPU))
 
 
 def _cost(*, in_flight: int, num_engines: int, groups_per_step: int, num_steps: int) -> float:

@@ -43,7 +43,7 @@ def measure_all(found: harness.Measured, *, latencies: tuple[int, ...], seconds:
         for name, is_inline in (("inline", True), ("stage", False)):
             _add(found, name, times, _measure(times * GENERATION_S, is_inline=is_inline, seconds=seconds), alone=alone)
         text = f"processes: engine tokens/s with a reward of {times}x as a stage over none"
-        found.goals.append(harness.at_least(text, found.rows[-1]["of reward at once"], goal))
+        found.goals.append(harness.at_least(text, found.rows[-1]["of reward at once"], goal, work=harness.Work.CPU))
 
 
 def _add(found: harness.Measured, name: str, times: float, figures: harness.Row, *, alone: harness.Row) -> None:
