@@ -187,8 +187,7 @@ class Cupy:
 
 def unique_id_of(nccl: Any) -> bytes:
     """A new communicator's name, [128] bytes, from CuPy's module: it gives bytes from CuPy 14 on, before it a tuple of signed numbers."""
-    found = nccl.get_unique_id()
-    return found if isinstance(found, bytes) else bytes(part & 0xFF for part in found)
+    return bytes(part & 0xFF for part in nccl.get_unique_id())
 
 
 def communicator_of(nccl: Any, unique_id: bytes, rank: int) -> Any:
