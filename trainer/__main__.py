@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipelinerl.config.file import load_run
 from pipelinerl.runtime.devices import show_first
+from pipelinerl.runtime.imports import of_large_packages
 from pipelinerl.runtime.lease import fence_of
 from pipelinerl.runtime.process import crash_report, die_with_parent
 from pipelinerl.weights.network import nccl_settings
@@ -33,7 +34,8 @@ def main() -> None:
         if "RANK" not in os.environ:  # else who started the ranks has said it
             deadline_s = config.trainer.ready_deadline_s
             os.environ |= nccl_settings(config.weights, run_folder, "trainer", deadline_s=deadline_s, environment=os.environ)
-        from trainer.loop import train  # after the threads are set
+        with of_large_packages():
+            from trainer.loop import train  # after the threads are set
 
         train(config, run_folder, fence=fence_of(run_folder, os.environ))
 

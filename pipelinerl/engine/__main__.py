@@ -20,6 +20,7 @@ from pipelinerl.config.file import load_run
 from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.devices import show_first, usable_gpus
+from pipelinerl.runtime.imports import of_large_packages
 from pipelinerl.runtime.parts import share_of
 from pipelinerl.runtime.process import crash_report, die_with_parent, how_it_ended, record_failure
 from pipelinerl.runtime.restarts import Restarts
@@ -39,9 +40,10 @@ def main() -> None:
         config = load_run(run_folder)
         set_environment(num_ranks=config.engine.num_ranks, is_of_run=True)
         if config.engine.kind == "vllm":
-            from pipelinerl.engine.vllm.engine import import_everything
+            with of_large_packages():
+                from pipelinerl.engine.vllm.engine import import_everything
 
-            import_everything()
+                import_everything()
         engine_ids = share_of(arguments.part, count=config.engine.count)
         sys.exit(_Parent(config, run_folder, gpus=dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))).run())
 

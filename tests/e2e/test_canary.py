@@ -132,16 +132,22 @@ def greedy(loop: EngineLoop, seed: int) -> dict[str, list[int]]:
     return replies
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(tmp_path: Path, tied: bool):
+@pytest.mark.parametrize(("tied", "is_packed"), [(True, False), (False, False), (True, True)], ids=["tied", "untied", "packed"])
+def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
+    tmp_path: Path, tied: bool, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+):
     from safetensors.torch import save_file
 
+    from pipelinerl.engine.vllm import packed
     from tests import real_engine, tiny_models
 
+    if is_packed:
+        monkeypatch.setattr(packed, "PACK_FROM_BYTES", 0)
     tensors = tiny_models.make_qwen2(tmp_path / "first", tied=tied, seed=0)
     save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
     last = tiny_models.make_qwen2(tmp_path / "last", tied=tied, seed=2)
     with real_engine.vllm_engine(tmp_path / "first") as engine, loop_around(engine) as loop:
+        assert ("matrices are packed" in engine.limits.choices[-1]) == is_packed
         publisher = real_engine.Publisher(engine)
         with contextlib.closing(publisher):
             swapped = swap_under_way(engine, loop, publisher, tensors)

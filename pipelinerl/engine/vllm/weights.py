@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.engine.vllm.experts import has_plain_experts, keep_plain_experts
+from pipelinerl.engine.vllm.packed import is_plain
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.reshard import Box, whole
@@ -34,7 +35,7 @@ ALIGNMENT_BYTES = 256
 def keep_plain_weights() -> None:
     """On CPU, have vLLM keep the weights of layers and experts as they are instead of packing them; must run before a model is loaded.
 
-    The packed kernels are faster on larger models, so this costs throughput there; how much is not measured in this project.
+    Layers are packed later, beside their plain weights, where that pays: see `pipelinerl.engine.vllm.packed`.
     """
     from vllm.platforms import current_platform
 
@@ -42,9 +43,13 @@ def keep_plain_weights() -> None:
         return
     import vllm.model_executor.layers.utils as layers
 
+    if hasattr(layers.dispatch_cpu_unquantized_gemm, "packs"):
+        return
+
     def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = functional.linear
 
+    plain.packs = layers.dispatch_cpu_unquantized_gemm  # pyright: ignore[reportFunctionMemberAccess]  # for `packed`
     layers.dispatch_cpu_unquantized_gemm = plain
     keep_plain_experts()
 
@@ -80,7 +85,7 @@ def _kept_addresses(model: torch.nn.Module) -> list[str]:
 def _transformed_layers(model: torch.nn.Module) -> list[str]:
     """Layers that compute with something else than the parameters they were loaded with."""
     modules = dict(model.named_modules())
-    packed = [name for name, module in modules.items() if getattr(module, "cpu_linear", functional.linear) is not functional.linear]
+    packed = [name for name, module in modules.items() if not is_plain(getattr(module, "cpu_linear", functional.linear))]
     methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
     quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
     repacked = [name for name, method in methods.items() if not has_plain_experts(method) and not _is_elsewhere(modules[name])]
