@@ -64,6 +64,8 @@ class Measured:
     rows: list[Row] = dataclasses.field(default_factory=list)
     goals: list[Goal] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    curves: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What figures are drawn from; stored where there is any."""
 
 
 def run(
@@ -72,11 +74,12 @@ def run(
     *,
     works: Collection[Work] = (Work.CPU,),
     options: Mapping[str, Row] | None = None,
+    then: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
     """Run a bench from the command line: its module's docstring is its help, and `options` are its own, as argparse takes them.
 
     `works` are the kinds of work that its goals are of; none, where its figures follow from a seed. Print the table, store it as JSON,
-    print each goal and last the verdict; exit as the module says under `--check`.
+    print each goal and last the verdict; exit as the module says under `--check`. `then` is given what was stored.
     """
     parser = argparse.ArgumentParser(
         description=sys.modules[measure.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -105,9 +108,11 @@ def run(
         "rows": found.rows,
         "goals": [_recorded(goal, speeds) for goal, speeds in told],
         "notes": found.notes,
+        **({"curves": found.curves} if found.curves else {}),
     }
     RESULTS.mkdir(exist_ok=True)
-    stored_at(name, arguments).write_text(json.dumps(record, indent=1, default=str) + "\n")
+    stored_at(name, arguments).write_text(text := json.dumps(record, indent=1, default=str) + "\n")
+    then(json.loads(text))
     by_verdict: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
     for goal, speeds in told:
         print(goal.told(speeds))
