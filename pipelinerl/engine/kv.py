@@ -65,7 +65,7 @@ class KvPlan:
 
 def context_of(folder: Path, *, max_tokens: int | None) -> int | None:
     """The longest sequence of a model, prompt and completion: `max_tokens`, or its own context; None where its config.json says none."""
-    tree = _text_tree(folder)
+    tree = text_tree(folder)
     return max_tokens or next((int(tree[key]) for key in _CONTEXT_KEYS if tree.get(key)), None)
 
 
@@ -75,7 +75,7 @@ def plan_kv(model: ModelSection, engine: EngineSection, rollout: RolloutSection,
     By default, on a CPU, it holds `engine.max_running` sequences of a completion and a prompt as long, bounded by `SHARE_OF_MEMORY`. Raises
     `ConfigError`, naming our key and the number that would fit, where not even one sequence of the whole context has room.
     """
-    tree, context = _text_tree(model.path), context_of(model.path, max_tokens=model.max_tokens)
+    tree, context = text_tree(model.path), context_of(model.path, max_tokens=model.max_tokens)
     token_bytes = _token_bytes(tree, model, engine)
     if context is None or token_bytes is None:
         return None
@@ -119,7 +119,8 @@ def _check(plan: KvPlan, *, limit: int, source: str) -> None:
     )
 
 
-def _text_tree(folder: Path) -> dict[str, Any]:
+def text_tree(folder: Path) -> dict[str, Any]:
+    """What config.json says of the language model. Raises `ConfigError` where it cannot be read."""
     try:
         tree = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:

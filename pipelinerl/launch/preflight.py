@@ -23,6 +23,7 @@ from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
 from pipelinerl.config.layout import check_layout
+from pipelinerl.engine.budget import plan_budget
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
 from pipelinerl.engine.options import problems_of_options
 from pipelinerl.launch import doctor
@@ -165,6 +166,18 @@ def _gpus(config: Config, *, is_dry: bool) -> Iterator[Finding]:
         return
     _, placement = place(config, roles_of(config, config.run.folder), gpus)
     yield from (ok("GPUs", line) for line in placement.table())
+    if (own := placement.taken.get("engine-0")) and (config.model.path / "config.json").is_file():
+        fullest = min(own, key=lambda gpu: gpu.free_bytes)
+        budget = plan_budget(
+            config.model,
+            config.engine,
+            config.rollout,
+            total_bytes=fullest.total_bytes,
+            free_bytes=fullest.free_bytes,
+            num_parameters=memory.read_weights(config.model.path).num_parameters,
+            stages_policies=not config.lora.rank or config.weights.adapters == "merged",
+        )
+        yield ok("GPU memory", f"engine-0, {budget or 'as vLLM itself measures it: config.json says too little'}")
 
 
 def _memory(config: Config, *, runs_here: bool) -> Iterator[Finding]:

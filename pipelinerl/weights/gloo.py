@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from pipelinerl.weights.point_to_point import DEADLINE_S, PointToPointReceiver, PointToPointSender
 
+CHUNK_BYTES = 16 << 20
+"""One send. Larger ones only delay the notice that a peer has stopped; smaller ones cost a round of the event loop each."""
+
 
 def sender(address: str = "127.0.0.1", *, deadline_s: float = DEADLINE_S) -> PointToPointSender:
     """The trainer's end."""
@@ -35,10 +38,16 @@ class _Channel:
         self._group, self._other, self._deadline = group, other, deadline
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._group.send([tensor], self._other, 0).wait(self._deadline)
+        for chunk in _chunks(tensor):
+            self._group.send([chunk], self._other, 0).wait(self._deadline)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        self._group.recv([tensor], self._other, 0).wait(self._deadline)
+        for chunk in _chunks(tensor):
+            self._group.recv([chunk], self._other, 0).wait(self._deadline)
 
     def abort(self) -> None:
         self._group.abort()
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.view(-1).view(torch.uint8).split(CHUNK_BYTES) if tensor.numel() else ()

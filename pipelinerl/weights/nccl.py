@@ -179,11 +179,27 @@ class Cupy:
         self._nccl: Any = nccl
 
     def unique_id(self) -> bytes:
-        return bytes(part & 0xFF for part in self._nccl.get_unique_id())
+        return unique_id_of(self._nccl)
 
     def connect(self, unique_id: bytes, rank: int) -> Communicator:
-        signed = tuple(part - 256 if part > 127 else part for part in unique_id)
-        return _CupyCommunicator(self._nccl, self._nccl.NcclCommunicator(2, signed, rank), other=1 - rank)
+        return _CupyCommunicator(self._nccl, communicator_of(self._nccl, unique_id, rank), other=1 - rank)
+
+
+def unique_id_of(nccl: Any) -> bytes:
+    """A new communicator's name, [128] bytes, from CuPy's module: it gives bytes from CuPy 14 on, before it a tuple of signed numbers."""
+    return bytes(part & 0xFF for part in nccl.get_unique_id())
+
+
+def communicator_of(nccl: Any, unique_id: bytes, rank: int) -> Any:
+    """Enter a communicator of two by CuPy's module, whichever form of the name it takes. Raises `RuntimeError` where it takes neither."""
+    signed = tuple(part - 256 if part > 127 else part for part in unique_id)
+    refusals = []
+    for name in (unique_id, signed):
+        try:
+            return nccl.NcclCommunicator(2, name, rank)
+        except (TypeError, ValueError) as error:  # of its arguments, before it has done anything
+            refusals.append(str(error))
+    raise RuntimeError(f"this CuPy takes no communicator's name of {len(unique_id)} bytes: {'; '.join(refusals)}")
 
 
 class _CupyCommunicator:

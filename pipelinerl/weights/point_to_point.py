@@ -27,8 +27,6 @@ from pipelinerl.weights.rendezvous_store import RendezvousStore
 from pipelinerl.weights.transport import Payload, WeightBuffer
 
 NAME = re.compile(r"(gloo|nccl)://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
-CHUNK_BYTES = 16 << 20
-"""One send. Larger ones only delay the notice that a peer has stopped; smaller ones cost a round of the event loop each."""
 DEADLINE_S = 60.0
 """Longest wait for a peer to call, answer, or take the next chunk. Longer hides a dead peer; shorter gives up on a busy one."""
 TRAINER, ENGINE = 0, 1
@@ -112,10 +110,8 @@ class PointToPointSender:
             channel = self._connect(store, caller, TRAINER, address=self._address, deadline=self._deadline)
             encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
             try:
-                for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8)):
-                    channel.send(part)
-                for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-                    channel.send(chunk)
+                for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8), payload):
+                    channel.send(part)  # the payload whole, so that the channel can have several parts of it under way
                 channel.receive(_sizes(0, 0))  # all of it has arrived: the connection may go
             except BaseException:
                 channel.abort()
@@ -184,8 +180,7 @@ def _receive(channel: Channel, *, digest: str, name: str, spare: Callable[[Manif
         raise WeightsError(f"weight buffer {name}: the trainer sends {sizes[1]} bytes, the manifest says {manifest.num_bytes}; not taken")
     payload = spare(manifest) if manifest.base_version is None else torch.zeros(manifest.num_bytes, dtype=torch.uint8)
     payload = payload[: manifest.num_bytes]
-    for chunk in payload.split(CHUNK_BYTES) if len(payload) else ():
-        receive(chunk)
+    receive(payload)
     channel.send(_sizes(0, 0))
     return Payload(manifest=manifest, data=payload)
 

@@ -25,6 +25,7 @@ from pipelinerl.runtime.devices import Gpu, found_gpus, show_first, usable_gpus
 from pipelinerl.runtime.findings import Level
 from tests.pretended import build_nvml, load_nvml
 from tests.processes import PATIENCE_S, program
+from tests.tiny_models import make_qwen2
 
 
 def uuid(index: int) -> str:
@@ -160,6 +161,18 @@ def test_a_dry_run_shows_the_table_and_says_what_is_too_little(pretended: Callab
         list(_gpus(settings(engine={"gpus": [0]}), is_dry=False))
 
 
+def test_a_dry_run_says_how_an_engines_memory_is_divided(pretended: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    make_qwen2(tmp_path)
+    pretended(2)
+    config = settings(model={"path": str(tmp_path)})
+    (said,) = [finding.found for finding in _gpus(config, is_dry=True) if finding.what == "GPU memory"]
+    assert said.startswith("engine-0, of 80.0 GiB free on each GPU: weights ")
+    assert "the next policy" in said
+    monkeypatch.setenv("PRETENDED_FREE_BYTES", str(3 << 30))
+    with pytest.raises(ConfigError, match=r"3\.0 GiB of 80\.0 GiB are free"):
+        list(_gpus(config, is_dry=True))
+
+
 def test_engines_started_by_hand_are_not_all_put_on_the_first_gpu(pretended: Callable[[int], None]):
     pretended(2)
     assert _gpus_of(range(1), []) == [""]
@@ -175,7 +188,7 @@ FIRST_LOOK = """
     from pipelinerl.config.file import parse, write_run
     from pipelinerl.engine import __main__ as parent
     write_run(pathlib.Path(folder), parse({"model": {"path": "m"}, "engine": {"kind": "fake", "count": 2}}, origin="", for_run=False))
-    parent._run_engine = lambda engine_id, *_, **__: print(engine_id, os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+    parent._run_engine = lambda engine_id, *_, **__: os.write(1, f"{engine_id} {os.environ['CUDA_VISIBLE_DEVICES']}\\n".encode())
     sys.argv = ["engine", "--run-folder", folder, "--gpus", gpus[1], "--gpus", gpus[2]]
     parent.main()
 """

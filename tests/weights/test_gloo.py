@@ -17,8 +17,8 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.weights import gloo
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.buffer_pool import WeightBufferPool
+from pipelinerl.weights.gloo import CHUNK_BYTES
 from pipelinerl.weights.manifest import Manifest, seal, verify
-from pipelinerl.weights.point_to_point import CHUNK_BYTES
 
 LAYOUT = plan_layout({"a": torch.zeros(3 * CHUNK_BYTES + 1000, dtype=torch.uint8)})
 FORKED = multiprocessing.get_context("fork")

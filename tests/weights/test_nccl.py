@@ -12,6 +12,9 @@ import torch
 
 from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights import nccl
+from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.buffer_pool import WeightBufferPool
+from pipelinerl.weights.manifest import seal
 from pipelinerl.weights.point_to_point import Channel
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 from tests.contract.device_stand_ins import StandInNccl
@@ -64,3 +67,63 @@ def test_who_hangs_up_is_heard_at_once_and_not_after_the_deadline(pair: list[Cha
     with pytest.raises(RuntimeError, match="the other end has hung up"):
         pair[1].receive(torch.zeros(200, dtype=torch.uint8))
     assert time.monotonic() - started < 30.0
+
+
+def test_a_policy_goes_through_both_buckets_at_once(monkeypatch: pytest.MonkeyPatch):
+    """One call for all of it: a call ends when its last bucket has arrived, and parts of a bucket's size would go one after the other."""
+    size = nccl.BUCKET_BYTES + 1000
+    sizes: list[int] = []
+    send = nccl._Channel.send
+    monkeypatch.setattr(nccl._Channel, "send", lambda self, tensor: (sizes.append(tensor.nbytes), send(self, tensor))[1])
+    layout = plan_layout({"a": torch.zeros(size, dtype=torch.uint8)})
+    sender = nccl.sender(StandInNccl(), deadline_s=20.0)
+    pool = WeightBufferPool(sender, num_bytes=num_bytes(layout))
+    buffer = pool.acquire(1.0)
+    assert buffer is not None
+    digest = pool.publish(buffer, seal(1, buffer.memory, layout))
+    receiver = nccl.receiver(StandInNccl(), deadline_s=20.0)
+    receiver.fetch(buffer.name, digest, lambda manifest: torch.zeros(size, dtype=torch.uint8))
+    receiver.close()
+    pool.close()
+    assert sizes.count(size) == 1, sizes
+
+
+class _Refused(Exception):
+    """What stands for the driver: the call has passed CuPy's own checks."""
+
+
+class _Nccl:
+    """CuPy's module as versions 13.6 (`tuple`) and 14.2 (`bytes`) were seen to answer: name given, and name taken."""
+
+    def __init__(self, form: type) -> None:
+        self.form = form
+        self.name = bytes(range(128, 256))
+
+    def get_unique_id(self) -> object:
+        return self.name if self.form is bytes else tuple(part - 256 for part in self.name)
+
+    def NcclCommunicator(self, num: int, name: object, rank: int) -> None:
+        if type(name) is not self.form:
+            raise TypeError(f"Argument 'commId' has incorrect type (expected {self.form.__name__}, got {type(name).__name__})")
+        assert (num, rank, name) == (2, 1, self.get_unique_id())
+        raise _Refused
+
+
+@pytest.mark.parametrize("form", [tuple, bytes])
+def test_a_communicators_name_goes_back_in_the_form_that_this_cupy_takes(form: type):
+    cupy = _Nccl(form)
+    assert nccl.unique_id_of(cupy) == cupy.name
+    with pytest.raises(_Refused):
+        nccl.communicator_of(cupy, cupy.name, 1)
+    with pytest.raises(RuntimeError, match=r"takes no communicator's name of 128 bytes: .*'commId'"):
+        nccl.communicator_of(_Nccl(list), cupy.name, 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:cupy")
+def test_the_real_cupy_takes_its_arguments_up_to_the_driver():
+    """Without a device NCCL itself fails; with one, the wait for the other end would have no end, so a device's machine leaves it out."""
+    cupy = pytest.importorskip("cupy.cuda.nccl", reason="CuPy is not installed here: it needs a machine with a GPU")
+    if not cupy.available or torch.cuda.is_available():
+        pytest.skip("CuPy without NCCL, or a machine with a device")
+    with pytest.raises(cupy.NcclError, match="CUDA"):
+        nccl.communicator_of(cupy, nccl.unique_id_of(cupy), 0)

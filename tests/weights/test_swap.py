@@ -1,11 +1,16 @@
 """How a policy takes effect: what each mode leaves in place, and which mode is chosen for what reason."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.swap import Placed, PointerSwap, SparseSwap, SwapMode, WeightSwap, choose_swap_mode, make_swap
+from pipelinerl.weights import swap as swaps
+from pipelinerl.weights.swap import CopySwap, Placed, PointerSwap, SparseSwap, Staging, SwapMode, WeightSwap, choose_swap_mode, make_swap
 
 
 def placed(*sizes: int) -> list[Placed]:
@@ -139,3 +144,88 @@ def test_what_breaks_every_way_is_said_at_start():
     assert all(f"  - {mode}: {reason}" in str(caught.value) for mode in SwapMode for reason in everything[mode])
     with pytest.raises(ConfigError, match=r"cannot take new weights by pointer here:\n  - pointer: graphs$"):
         choose_swap_mode("pointer", {SwapMode.POINTER: ["graphs"]})
+
+
+class _Recorded:
+    """A timeline that notes what is asked of it, over parameters without memory."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        self.asked.append("beside")
+        yield
+        self.asked.append("brought")
+
+    def finish(self) -> None:
+        self.asked.append("finished")
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.asked.append(f"pinned {num_bytes}")
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def on_a_device() -> list[Placed]:
+    """The meta device stands for one: it takes no copy by pointer, and its tensors are not the host's."""
+    return [Placed(parameter=torch.nn.Parameter(torch.zeros(64, device="meta"), requires_grad=False), offset_bytes=0, num_bytes=256)]
+
+
+@pytest.mark.parametrize("kind", [CopySwap, SparseSwap])
+def test_a_device_has_done_the_copies_when_a_commit_returns(kind: type[CopySwap]):
+    """Else the pause is that of the launches, and the next policy is brought over what the copies still read."""
+    timeline = _Recorded()
+    by = kind(on_a_device(), timeline=timeline)
+    for _ in range(2):
+        by.stage(torch.zeros(256, dtype=torch.uint8))
+        by.commit()
+    assert timeline.asked == ["beside", "brought", "finished"] * 2
+
+
+def test_a_delta_is_written_when_a_commit_returns():
+    timeline = _Recorded()
+    by = SparseSwap(on_a_device(), timeline=timeline)
+    by.stage_delta([])
+    by.commit()
+    assert timeline.asked == ["finished"]
+
+
+def test_the_room_of_the_next_policy_is_taken_at_the_start_where_it_was_planned():
+    timeline = _Recorded()
+    by = CopySwap(on_a_device(), timeline=timeline)
+    assert by._beside is not None
+    assert (by._beside.device.type, by._beside.nbytes) == ("meta", 256)
+    by = CopySwap(on_a_device(), staging=Staging.HOST, timeline=timeline)
+    assert by._beside is not None
+    assert by._beside.device.type == "cpu"
+    policy = torch.arange(256, dtype=torch.uint8)
+    by.stage(policy)
+    assert by._staged is not None
+    assert torch.equal(by._staged, policy), "the trainer's buffer is not what the device reads in the pause"
+    assert timeline.asked == ["pinned 256", "beside", "brought"]
+
+
+def test_a_device_that_is_full_after_all_leaves_the_next_policy_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    empty = torch.empty
+
+    def full(*sizes: int, device: torch.device | str = "cpu", **options: Any) -> torch.Tensor:
+        if torch.device(device).type == "meta":
+            raise torch.OutOfMemoryError("2 GiB are free")
+        return empty(*sizes, device=device, **options)
+
+    timeline = _Recorded()
+    monkeypatch.setattr(swaps, "timeline_of", lambda device: timeline)
+    parameters = on_a_device()
+    monkeypatch.setattr(torch, "empty", full)
+    make_swap(SwapMode.COPY, parameters)
+    assert timeline.asked == ["pinned 256"]
+    assert "2 GiB are free" in caplog.text
+
+
+def test_a_model_on_a_device_is_not_moved_together_because_two_would_have_to_fit():
+    parameters = on_a_device()
+    before = parameters[0].parameter.untyped_storage()
+    CopySwap(parameters, gathers=True, timeline=_Recorded())
+    assert parameters[0].parameter.untyped_storage()._cdata == before._cdata

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Collection
@@ -29,6 +30,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.budget import Budget, batched_tokens, plan_budget
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
@@ -37,11 +39,12 @@ from pipelinerl.engine.vllm.routes import RouteRecorder
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.machine import memory_bytes
 from pipelinerl.weights import manifest
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.receiver import WeightReceiver
-from pipelinerl.weights.swap import WeightSwap, choose_swap_mode
+from pipelinerl.weights.swap import Staging, SwapMode, WeightSwap, choose_swap_mode, make_swap
 from pipelinerl.weights.transports import AutoReceiver, device_transports
 
 _FINISHES = {
@@ -76,12 +79,18 @@ class VllmEngine:
         """
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
+        weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
+        budget = _budget(model, engine, rollout, stages_policies=adapters is None)
+        self._staging = Staging.HOST if budget is not None and budget.on_host else Staging.DEVICE
+        if budget is not None:
+            choices = (*choices, str(budget))
+            sizes = {"kv_cache_memory_bytes": budget.cache_bytes, "gpu_memory_utilization": budget.utilization}
+            options |= sizes | {"max_num_batched_tokens": batched_tokens(engine.options)}
         if is_sharded := engine.num_ranks > 1:
             options |= {"worker_extension_cls": EXTENSION}
         self._num_engines = engine.count
         self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
-        weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
         self._adapters: Adapters | None = None
         self._ranks = Ranks(self._llm) if is_sharded else None
         if self._ranks is not None and engine.num_stages > 1:
@@ -238,15 +247,23 @@ class VllmEngine:
             return self._adapters, layout, why + packed
         if self._ranks is not None:
             shapes = checkpoint_shapes(folder)
-            sharded = ShardedPolicies(self._ranks, folder=folder, shapes=shapes, wanted=weights.swap_mode, sends_deltas=weights.delta)
+            sharded = ShardedPolicies(
+                self._ranks,
+                folder=folder,
+                shapes=shapes,
+                wanted=weights.swap_mode,
+                sends_deltas=weights.delta,
+                staging=self._staging,
+            )
             return sharded, sharded.layout, sharded.choice
         parameters, layout = plan_of(self.model, folder=folder)
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         mode, choice = choose_swap_mode(
             weights.swap_mode, obstacles_of(self.model, captures_graphs=captures_graphs), sends_deltas=weights.delta
         )
-        swap, packed = make_packed_swap(mode, self.model, parameters, gathers=not captures_graphs, num_engines=self._num_engines)
-        return swap, layout, choice + packed
+        if mode is SwapMode.POINTER and (swap := make_packed_swap(self.model, parameters, num_engines=self._num_engines)) is not None:
+            return swap, layout, f"{choice}; {swap}"
+        return make_swap(mode, parameters, gathers=not captures_graphs, staging=self._staging), layout, choice
 
     def _rows(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> Rows:
         if self._ranks is not None:
@@ -334,6 +351,24 @@ def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: Rollout
     if plan is None:
         return engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)
     return plan.cache_bytes
+
+
+def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, stages_policies: bool) -> Budget | None:
+    """Divide the memory of this engine's GPUs, of which the fullest counts; None on a CPU, and where config.json says too little."""
+    gpus = usable_gpus()[: engine.num_ranks]
+    if not gpus or not torch.cuda.is_available():
+        return None
+    num_parameters = sum(math.prod(shape) for shape in checkpoint_shapes(Path(model.path)).values())
+    fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
+    return plan_budget(
+        model,
+        engine,
+        rollout,
+        total_bytes=fullest.total_bytes,
+        free_bytes=fullest.free_bytes,
+        num_parameters=num_parameters,
+        stages_policies=stages_policies,
+    )
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

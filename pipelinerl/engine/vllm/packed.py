@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from pipelinerl.runtime.machine import memory_bytes
-from pipelinerl.weights.swap import Placed, PointerSwap, SwapMode, WeightSwap, make_swap
+from pipelinerl.weights.swap import Placed, PointerSwap
 from pipelinerl.weights.throttle import throttle
 
 PACK_FROM_BYTES = 32 << 20
@@ -84,6 +84,9 @@ class PackedSwap:
         self._left: list[Kernel] = []
         """Let go of while the next policy is staged: giving back their memory takes longer than a pause may."""
 
+    def __str__(self) -> str:
+        return f"{len(self._placed)} matrices are packed for the processor while a policy is staged"
+
     def spare(self) -> torch.Tensor:
         return self._plain.spare()
 
@@ -101,17 +104,10 @@ class PackedSwap:
         self._plain.save(buffer)
 
 
-def make_packed_swap(
-    mode: SwapMode, model: torch.nn.Module, parameters: Sequence[Placed], *, gathers: bool, num_engines: int
-) -> tuple[WeightSwap, str]:
-    """The swap of a mode, with packed kernels where it can have them, and what is to be said of them.
-
-    `num_engines`: those of the run, each of which packs its own.
-    """
-    layers = layers_to_pack(model, memory_bytes=memory_bytes(), num_copies=2 * num_engines) if mode is SwapMode.POINTER else []
-    if not layers:
-        return make_swap(mode, parameters, gathers=gathers), ""
-    return PackedSwap(parameters, PackedKernels(layers)), f"; {len(layers)} matrices are packed for the processor while a policy is staged"
+def make_packed_swap(model: torch.nn.Module, parameters: Sequence[Placed], *, num_engines: int) -> PackedSwap | None:
+    """The pointer swap with packed kernels; None where the model has none. `num_engines`: those of the run, each of which packs its own."""
+    layers = layers_to_pack(model, memory_bytes=memory_bytes(), num_copies=2 * num_engines)
+    return PackedSwap(parameters, PackedKernels(layers)) if layers else None
 
 
 def pack_for_good(model: torch.nn.Module, *, num_engines: int) -> str:

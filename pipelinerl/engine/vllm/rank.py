@@ -26,7 +26,7 @@ from pipelinerl.weights.manifest import digests
 from pipelinerl.weights.reshard import Box, Move, of_rank
 from pipelinerl.weights.shared_memory import attach, attach_to_write
 from pipelinerl.weights.shared_names import forget_vllm_names
-from pipelinerl.weights.swap import SparseSwap, WeightSwap, choose_swap_mode, make_swap
+from pipelinerl.weights.swap import SparseSwap, Staging, WeightSwap, choose_swap_mode, make_swap
 from pipelinerl.weights.throttle import throttle
 
 OWN = ""
@@ -44,7 +44,7 @@ class PolicyRank:
     rank: int
     """vLLM's own."""
 
-    def policy_plan(self, folder: str, wanted: str, sends_deltas: bool) -> tuple[dict[str, tuple[Box, str]], str]:
+    def policy_plan(self, folder: str, wanted: str, sends_deltas: bool, staging: str = "device") -> tuple[dict[str, tuple[Box, str]], str]:
         """Get ready to take policies. The box of each checkpoint tensor that this rank holds, with its dtype; and how it commits, and why.
 
         Raises `ConfigError` where this model cannot take any.
@@ -54,7 +54,7 @@ class PolicyRank:
         captures_graphs = not worker.model_config.enforce_eager
         placed, self._policy_parts = plan_of_rank(model, folder=Path(folder))
         mode, choice = choose_swap_mode(wanted, obstacles_of(model, captures_graphs=captures_graphs), sends_deltas=sends_deltas)
-        self._policy_commit: WeightSwap = make_swap(mode, placed, gathers=not captures_graphs)
+        self._policy_commit: WeightSwap = make_swap(mode, placed, gathers=not captures_graphs, staging=Staging(staging))
         return {name: (part.box, part.tensor.dtype) for name, part in self._policy_parts.items()}, choice
 
     def policy_adapters(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> None:

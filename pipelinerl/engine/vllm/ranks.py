@@ -27,6 +27,7 @@ from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
 from pipelinerl.weights.reshard import Move, index_map, whole
 from pipelinerl.weights.shared_memory import SharedMemorySender
+from pipelinerl.weights.swap import Staging
 
 EXTENSION = "pipelinerl.engine.vllm.worker.PolicyRank"
 ASK_EVERY_S = 0.01
@@ -126,10 +127,19 @@ class Ranks:
 class ShardedPolicies:
     """Whole policies, of which each rank takes its part: a `WeightSwap`."""
 
-    def __init__(self, ranks: Ranks, *, folder: Path, shapes: dict[str, tuple[int, ...]], wanted: str, sends_deltas: bool) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        folder: Path,
+        shapes: dict[str, tuple[int, ...]],
+        wanted: str,
+        sends_deltas: bool,
+        staging: Staging = Staging.DEVICE,
+    ) -> None:
         """`wanted`: as in `weights.swap_mode`. Raises `ConfigError` where the model cannot take policies."""
         self._ranks = ranks
-        plans = ranks.call("policy_plan", str(folder), wanted, sends_deltas)
+        plans = ranks.call("policy_plan", str(folder), wanted, sends_deltas, staging.value)
         self.choice = f"{plans[0][1]}, in each of {len(plans)} ranks between the same two passes"
         boxes = [{name: box for name, (box, _) in plan.items()} for plan, _ in plans]
         dtypes = {name: dtype for plan, _ in plans for name, (_, dtype) in plan.items()}

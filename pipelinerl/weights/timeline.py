@@ -1,0 +1,68 @@
+"""The order of what a device does beside the host: copies that forward passes do not wait for, and the moment at which copies are done.
+
+On a device a call returns when the work is launched, not when it is done. A pause timed around calls would then leave out the copies, and a
+buffer would be written again while the copy before still reads it. On the host a call is done when it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+
+class Timeline(Protocol):
+    """One device's work, as seen by the thread that asks."""
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Copies made within run beside the forward passes; they are done at the end of it."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all is done that this thread has launched where forward passes run."""
+        ...
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the host that the device reads by itself, [bytes] uint8."""
+        ...
+
+
+def timeline_of(device: torch.device) -> Timeline:
+    """The timeline of a device, or of the host."""
+    return HostTimeline() if device.type == "cpu" else DeviceTimeline(device)
+
+
+class HostTimeline:
+    """Everything is done when it returns."""
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+class DeviceTimeline:
+    """Streams and events of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        stream = torch.Stream(self._device)  # of its own: on the one of the forward passes a copy would stand between two of them
+        with stream:
+            yield
+        stream.synchronize()
+
+    def finish(self) -> None:
+        event = torch.accelerator.current_stream(self._device).record_event()
+        event.synchronize()
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
