@@ -29,6 +29,7 @@ from pipelinerl.messages import (
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.zmq import ZmqLink
+from pipelinerl.weights.timeline import timeline_of
 from pipelinerl.weights.transports import device_transports
 from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
@@ -135,7 +136,9 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         loop = Loop(
             loader=loader,
             step=step,
-            async_publisher=at_end.enter_context(AsyncPublisher(publisher, sharded=sharded, send=send)),
+            async_publisher=at_end.enter_context(
+                AsyncPublisher(publisher, sharded=sharded, send=send, timeline=timeline_of(replicas.device))
+            ),
             send=send,
             timer=StepTimer(journal, loader=loader),
             sample_digest=sample_digest,

@@ -18,6 +18,7 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, SharedMemoryReceiver, read_beside, write_beside
 from pipelinerl.weights.shared_names import FOLDER, Owner
+from pipelinerl.weights.timeline import timeline_of
 from pipelinerl.weights.transport import WeightBuffer
 
 NAME = re.compile(r"pipelinerl-[0-9a-zA-Z]+-ipc[0-9]+")
@@ -52,8 +53,9 @@ class CudaIpcSender:
         return WeightBuffer(name=name, memory=buffer)
 
     def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
-        if buffer.memory.is_cuda:
-            torch.cuda.synchronize(buffer.memory.device)  # an engine's stream knows nothing of ours
+        timeline_of(
+            buffer.memory.device
+        ).finish()  # an engine's stream knows nothing of ours; what else runs on the device is not waited for
         write_beside(buffer.name, MANIFEST_SUFFIX, encoded, folder=self._folder)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ takes a policy only when the manifest fits its own layout tensor by tensor (`che
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -16,6 +17,7 @@ import xxhash
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import layout_problems, place_of
+from pipelinerl.weights.position_sums import position_sums
 from pipelinerl.weights.throttle import throttle
 
 DIGEST_LENGTH = 32
@@ -24,12 +26,21 @@ MAX_NAMED = 5
 """Problems spelled out in one message; the rest are counted. More would bury the first."""
 
 
+class DigestKind(enum.StrEnum):
+    """The function by which tensors are proved; it is chosen by where the trainer's buffer lies."""
+
+    XXH3 = "xxh3_128"
+    """In the host's memory."""
+    SUMS = "position_sums"
+    """In a device's: see `pipelinerl.weights.position_sums`."""
+
+
 class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of a policy."""
 
     tensor: Tensor
     digest: str
-    """xxh3-128 of its bytes, hexadecimal."""
+    """Of its bytes, hexadecimal."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +53,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Bytes that travel: the whole buffer, or the changes alone."""
     base_version: int | None = None
     """None: the bytes are the whole buffer. Else they are the changes since this version, to be laid over it or any later one."""
+    digest_kind: DigestKind = DigestKind.XXH3
+    """Of the tensors' digests."""
     payload_digest: str = ""
     """xxh3-128 of the bytes that travel where they are changes; empty where the tensors' own digests prove them."""
 
@@ -49,8 +62,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manifest:
     """Describe a whole policy that lies in `buffer` ([bytes] uint8)."""
     tensors = tuple(tensors)
-    proofs = tuple(Proof(tensor=tensor, digest=found) for tensor, found in zip(tensors, digests(buffer, tensors), strict=True))
-    return Manifest(version=version, proofs=proofs, num_bytes=len(buffer))
+    kind = DigestKind.XXH3 if buffer.device.type == "cpu" else DigestKind.SUMS
+    found = digests(buffer, tensors, kind=kind)
+    proofs = tuple(Proof(tensor=tensor, digest=digest) for tensor, digest in zip(tensors, found, strict=True))
+    return Manifest(version=version, proofs=proofs, num_bytes=len(buffer), digest_kind=kind)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -105,7 +120,7 @@ def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], name:
 
 def verify(manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None:
     """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest."""
-    compare(manifest, digests(buffer, [proof.tensor for proof in manifest.proofs]), name=name)
+    compare(manifest, digests(buffer, [proof.tensor for proof in manifest.proofs], kind=manifest.digest_kind), name=name)
 
 
 def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
@@ -121,8 +136,11 @@ def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
         )
 
 
-def digests(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Iterator[str]:
-    """The digest of each tensor's bytes; of a device's memory, a tensor at a time is brought to the host for it."""
+def digests(buffer: torch.Tensor, tensors: Iterable[Tensor], *, kind: DigestKind = DigestKind.XXH3) -> Iterator[str]:
+    """The digest of each tensor's bytes; for xxh3, what lies in a device's memory is brought to the host, a tensor at a time."""
+    if kind is DigestKind.SUMS:
+        yield from position_sums(buffer, [place_of(tensor, within=len(buffer)) for tensor in tensors])
+        return
     # The host's memory without torch: a policy of many small tensors is then hashed in little time.
     memory = buffer.numpy().data if buffer.device.type == "cpu" else None
     for tensor in tensors:

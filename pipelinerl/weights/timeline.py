@@ -16,8 +16,12 @@ import torch
 class Timeline(Protocol):
     """One device's work, as seen by the thread that asks."""
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        """Copies made within run beside the forward passes; they are done at the end of it."""
+    def mark(self) -> object:
+        """The present end of what this thread has launched."""
+        ...
+
+    def beside(self, after: object = None) -> contextlib.AbstractContextManager[None]:
+        """What is launched within runs beside everything else, once all before the mark `after` is done; it is done at the end of it."""
         ...
 
     def finish(self) -> None:
@@ -37,7 +41,10 @@ def timeline_of(device: torch.device) -> Timeline:
 class HostTimeline:
     """Everything is done when it returns."""
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
+    def mark(self) -> object:
+        return None
+
+    def beside(self, after: object = None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -53,9 +60,14 @@ class DeviceTimeline:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def mark(self) -> object:
+        return torch.accelerator.current_stream(self._device).record_event()
+
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, after: object = None) -> Iterator[None]:
         stream = torch.Stream(self._device)  # of its own: on the one of the forward passes a copy would stand between two of them
+        if isinstance(after, torch.Event):
+            stream.wait_event(after)
         with stream:
             yield
         stream.synchronize()

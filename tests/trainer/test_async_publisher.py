@@ -222,3 +222,45 @@ def test_a_run_ends_once_no_policy_had_room_for_a_minute(tmp_path: Path, monkeyp
                 async_publisher.wait(is_last=True)
     assert [type(message) for message in sent] == [PolicyPublished, Failed], "policy 1 had room at last, and the minute began anew"
     assert "NoRoom for 60 s: cannot write policy 3" in sent[1].error  # pyright: ignore
+
+
+class _Timeline:
+    """Notes who asks for what, of a device that is not there."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+
+    def mark(self) -> object:
+        self.asked.append(("mark", threading.current_thread() is threading.main_thread()))
+        return "the update"
+
+    @contextlib.contextmanager
+    def beside(self, after: object = None) -> Iterator[None]:
+        self.asked.append(("beside", after))
+        yield
+        self.asked.append(("done", after))
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_what_a_publication_copies_waits_for_the_update_and_for_nothing_launched_after_it(tmp_path: Path) -> None:
+    timeline = _Timeline()
+    tensors = {"a": torch.zeros(3)}
+
+    def read() -> dict[str, torch.Tensor]:
+        timeline.asked.append(("read", threading.current_thread() is threading.main_thread()))
+        return tensors
+
+    publisher = Publisher(read, tied_names=frozenset(), run_folder=tmp_path, deadline_s=10.0)
+    publisher.fix_layout(plan_layout(tensors), transport="files")
+    timeline.asked.clear()
+    sent: list[Any] = []
+    with contextlib.closing(publisher), AsyncPublisher(publisher, sharded=None, send=sent.append, timeline=timeline) as async_publisher:
+        async_publisher.begin(1)
+        async_publisher.wait(is_last=True)
+    assert timeline.asked == [("mark", True), ("beside", "the update"), ("read", False), ("done", "the update")]
+    assert [policy.version for policy in sent] == [1]

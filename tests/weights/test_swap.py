@@ -152,8 +152,11 @@ class _Recorded:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
+    def mark(self) -> object:
+        return None
+
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, after: object = None) -> Iterator[None]:
         self.asked.append("beside")
         yield
         self.asked.append("brought")

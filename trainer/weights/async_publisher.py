@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from pipelinerl.errors import NoRoom
 from pipelinerl.messages import Failed, PolicyPublished
+from pipelinerl.weights.timeline import HostTimeline, Timeline
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
 
@@ -44,8 +45,14 @@ class AsyncPublisher:
         send: Callable[[PolicyPublished | Failed], None],
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
+        timeline: Timeline | None = None,
     ) -> None:
-        """`publisher` where this rank publishes, `sharded` where no rank holds all the weights; `send` hands on an announcement."""
+        """`publisher` where this rank publishes, `sharded` where no rank holds all the weights; `send` hands on an announcement.
+
+        `timeline` is that of the weights' device, default the host's: what the thread copies waits for the update before, and for nothing
+        that is launched after it.
+        """
+        self._timeline = timeline or HostTimeline()
         self._publisher = publisher
         self._sharded = sharded
         self._send = send
@@ -78,7 +85,7 @@ class AsyncPublisher:
             return
         self._moves_on.clear()
         if self._sharded is None or not self._publish_together(self._publisher, self._sharded, version):
-            self._under_way = self._thread.submit(self._publish, self._publisher, version)
+            self._under_way = self._thread.submit(self._publish, self._publisher, version, updated=self._timeline.mark())
 
     def wait(self, *, is_last: bool = False) -> None:
         """Wait until what was begun is published, or has no room: then weights may change. Raises as `Publisher.publish`.
@@ -105,13 +112,14 @@ class AsyncPublisher:
         finally:
             sharded.end()
 
-    def _publish(self, publisher: Publisher, version: int) -> float:
-        """Publish, as soon as there is room or until the weights change; the seconds it took."""
+    def _publish(self, publisher: Publisher, version: int, *, updated: object) -> float:
+        """Publish, as soon as there is room or until the weights change; the seconds it took. `updated` marks the end of the update."""
         started = time.perf_counter()
-        while not self._find_room(publisher, version):
-            if self._moves_on.wait(RETRY_AFTER_S):
-                self._num_skipped += 1
-                break
+        with self._timeline.beside(updated):
+            while not self._find_room(publisher, version):
+                if self._moves_on.wait(RETRY_AFTER_S):
+                    self._num_skipped += 1
+                    break
         return time.perf_counter() - started
 
     def _find_room(self, publisher: Publisher, version: int) -> bool:

@@ -22,7 +22,7 @@ from pipelinerl.messages import Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, views
 from pipelinerl.weights.delta_base import MAX_CHANGED_FRACTION
-from pipelinerl.weights.manifest import digests
+from pipelinerl.weights.manifest import DigestKind, digests
 from pipelinerl.weights.reshard import Box, Move, of_rank
 from pipelinerl.weights.shared_memory import attach, attach_to_write
 from pipelinerl.weights.shared_names import forget_vllm_names
@@ -129,9 +129,10 @@ class PolicyRank:
             return
         self._policy_outcome = "", found
 
-    def _policy_digests(self, source: str) -> str:
+    def _policy_digests(self, source: str, kind: str) -> str:
         """Digests of every so-many-th tensor of a policy, side by side."""
-        return "".join(digests(self._policy_at(source), self._policy_whole[self.rank :: self._policy_num_ranks]))
+        own = self._policy_whole[self.rank :: self._policy_num_ranks]
+        return "".join(digests(self._policy_at(source), own, kind=DigestKind(kind)))
 
     def _policy_stage(self, source: str, number: int) -> None:
         """Stage this rank's boxes of a policy."""

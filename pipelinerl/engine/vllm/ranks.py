@@ -83,7 +83,7 @@ class Ranks:
     def verify(self, manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None:
         """See `manifest.verify`; each rank verifies its share."""
         self.verified = OWN if self._own is not None and buffer.data_ptr() == self._own.data_ptr() else name
-        shares = [_split(share) for share in self.run("digests", self.verified)]
+        shares = [_split(share) for share in self.run("digests", self.verified, manifest.digest_kind.value)]
         found = itertools.chain.from_iterable(itertools.zip_longest(*shares))
         compare(manifest, (one for one in found if one is not None), name=name)
 
