@@ -76,6 +76,7 @@ def look(config: Config) -> Iterator[Finding]:
     if (held_out := config.evaluation.source) is not None:
         rest = {"source": held_out, "shuffle": False, "limit": config.evaluation.limit, "difficulty": None}
         sections.append(config.data.model_copy(update=rest))
+    trained: set[int] = set()
     for number, section in enumerate(sections):
         key = "data.source" if number < len(sources) else "evaluation.source"
         seen = _Source(
@@ -88,6 +89,13 @@ def look(config: Config) -> Iterator[Finding]:
             must_fit=key == "evaluation.source",
         )
         yield from _rows_of(section, seed=config.run.seed, seen=seen, key=key)
+        if key == "data.source":
+            trained |= seen.texts
+        elif shared := len(seen.texts & trained):
+            found = (
+                f"{shared:,} of its {len(seen.texts):,} prompts are among those of data.source, too: their scores say what was memorised"
+            )
+            yield note(seen.key, found, do="hold other rows out")
     if stop_tokens is not None:
         yield ok("", str(stop_tokens))
 
@@ -147,7 +155,7 @@ def _rows_of(section: DataSection, *, seed: int, seen: _Source, key: str) -> Ite
             seen.look_at(row, where=rows.where(number))
         yield from seen.findings(is_whole=is_table)
     except (ConfigError, DataError) as error:
-        yield fail(key, str(error))
+        yield fail(key, str(error).removeprefix("data.source: "))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -172,6 +180,8 @@ class _Source:
     """The characters of the prompts that were tokenised."""
     lengths: list[int] = dataclasses.field(default_factory=list)
     too_long: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    texts: set[int] = dataclasses.field(default_factory=set)
+    """Hashes of the prompts."""
 
     def look_at(self, row: Any, *, where: str) -> None:
         """Check a row."""
@@ -181,7 +191,9 @@ class _Source:
             try:
                 columns = self.reader.columns(row, where=where)
                 value = row[self.reader.prompt_column]
-                self._measure(value, self.reader.text(row, where=where), where)
+                text = self.reader.text(row, where=where)
+                self.texts.add(hash(text))
+                self._measure(value, text, where)
             except DataError as error:
                 self._note("row", str(error))
         if not isinstance(row, Mapping):

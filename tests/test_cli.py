@@ -43,7 +43,22 @@ def pipelinerl(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Co
 def test_help_names_the_first_thing_to_do():
     shown = pipelinerl("--help")
     assert shown.returncode == 0
-    for word in ("demo", "run", "sft", "report", "compare", "watch", "view", "track", "trace", "slurm", "doctor", "algorithms", "keys"):
+    for word in (
+        "demo",
+        "init",
+        "run",
+        "sft",
+        "report",
+        "compare",
+        "watch",
+        "view",
+        "track",
+        "trace",
+        "slurm",
+        "doctor",
+        "algorithms",
+        "keys",
+    ):
         assert word in shown.stdout
     assert "Start here" in shown.stdout
 

@@ -22,6 +22,7 @@ import numpy as np
 from orchestrator.rules.shares import Shares
 from pipelinerl.config import DataSection
 from pipelinerl.data.hub import dataset_files, is_dataset
+from pipelinerl.data.reasoning_gym import GymRows, is_spec
 from pipelinerl.errors import DataError
 from pipelinerl.runtime.function_errors import error_of
 from pipelinerl.runtime.plugin import load_plugin
@@ -43,6 +44,8 @@ def open_rows(section: DataSection, *, seed: int) -> Table | Stream | Mixture:
 def _open(source: str, section: DataSection, *, seed: int) -> Table | Stream:
     path = Path(source)
     options: dict[str, Any] = {"name": source, "seed": seed, "shuffle": section.shuffle, "limit": section.limit}
+    if is_spec(source):
+        return Table(GymRows(source, prompt_column=section.prompt_column), **options)
     if path.suffix in (".jsonl", ".ndjson"):
         lines = _JsonLines(path)
         return Table(lines, where=lines.where, **options)
@@ -51,7 +54,10 @@ def _open(source: str, section: DataSection, *, seed: int) -> Table | Stream:
     if is_dataset(source):
         return Table(_Files(dataset_files(source)), **options)
     if ":" not in source:
-        raise DataError(f"{source!r} is no source of prompts: expected a .jsonl or .parquet file, or `path:name` of something in Python")
+        raise DataError(
+            f"{source!r} is no source of prompts: expected a .jsonl or .parquet file, a data set of the Hub (openai/gsm8k:main/train),"
+            " reasoning-gym:NAME, or `path:name` of something in Python"
+        )
     rows, make = _from_python(source, seed=seed)
     if make is None:
         return Table(rows, **options)

@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | `x.jsonl`, `x.ndjson` | one JSON object a line | shuffled anew each epoch |
 | `x.parquet` | a Parquet table's rows | shuffled anew each epoch |
+| `owner/name:config/split` | those of a data set of the Hub | shuffled anew each epoch |
+| `reasoning-gym:chain_sum?size=2000` | tasks that are generated (`pipelinerl.data.reasoning_gym`) | shuffled anew each epoch |
 | `path:name` of a list, a `datasets.Dataset`, or a function that returns one | its items | shuffled anew each epoch |
 | `path:name` of a generator function or another iterable | what it yields | as it yields them, never shuffled |
 

@@ -52,11 +52,38 @@ def run(
     Ctrl-C once saves the model and ends; twice ends at once. Either way `--resume` goes on: from the last checkpoint, with what was
     generated and scored since; the same command line starts a run and, after whatever ended it, goes on with it.
     """
-    settings = resolved(load(config_file, overrides=overrides or []))
+    settings = resolved(load(config_file, overrides=overrides or []), is_dry=dry_run)
     if dry_run:
         print_plan(settings)
         return
     train(settings, resume=resume, takes_over=take_over)
+
+
+@commands.command(rich_help_panel=PANEL)
+def init(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, or a name of the Hub", show_default=False)],
+    data: Annotated[
+        str, typer.Argument(help="as data.source: a file, a data set of the Hub, reasoning-gym:NAME, `path:name`", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="the file to write")] = Path("my.toml"),
+    prompt_column: Annotated[str | None, typer.Option(help="default: the likeliest by name")] = None,
+    answer_column: Annotated[str | None, typer.Option(help="what completions are compared with; default: the likeliest by name")] = None,
+    reward: Annotated[str | None, typer.Option(help="`path:name` of a function that scores completions, in place of a comparison")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
+) -> None:
+    """Write a commented config for a model and a dataset, after looking at both; then make every check that a run makes.
+
+        pipelinerl init Qwen/Qwen3-0.6B openai/gsm8k:main/train
+        pipelinerl init models/my-model prompts.jsonl --out first.toml
+        pipelinerl init models/my-model 'reasoning-gym:chain_sum?max_terms=2&size=2000'
+
+    Looked at are the model's config, tokenizer, chat template and weights' sizes, and the first rows: their columns and lengths in tokens.
+    From these follow the reward, the room for prompts and completions, the system prompt, and whether all weights or adapters are trained
+    in the memory that this machine has.
+    """
+    named = {"--prompt-column": prompt_column, "--answer-column": answer_column, "--reward": reward}
+    options = [part for option, value in named.items() if value is not None for part in (option, value)]
+    exit_as("orchestrator.draft", model, data, "--out", out, *options, *(["--force"] if force else []))
 
 
 @commands.command("try", rich_help_panel=PANEL)

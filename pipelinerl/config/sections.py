@@ -55,8 +55,9 @@ class ModelSection(Section):
 class DataSection(Section):
     source: str | dict[str, PositiveFloat] | None = Field(
         None,
-        description="JSONL or Parquet file, a data set of the Hub (openai/gsm8k:main/train), or `path:name` of a Python function or"
-        " datasets.Dataset that yields rows; or several, each with its weight: { 'a.jsonl' = 2, 'b.jsonl' = 1 }",
+        description="JSONL or Parquet file, a data set of the Hub (openai/gsm8k:main/train), a generator of reasoning-gym"
+        " (reasoning-gym:chain_sum?max_terms=2&size=2000), or `path:name` of a Python function or datasets.Dataset that yields rows; or"
+        " several, each with its weight: { 'a.jsonl' = 2, 'b.jsonl' = 1 }",
     )
     prompt_column: str = Field("prompt", description="text, or a list of chat messages, which then go through the chat template")
     chat: bool = Field(

@@ -26,15 +26,28 @@ _FILES = frozenset((*_ROWS, ".py", ".json", ".ndjson", ".csv", ".tsv", ".txt", "
 _COMMAND = "On a machine with a network: hf download {options}{name}; then copy its folder under $HF_HOME/hub here, or set HF_HOME."
 
 
-def resolved(config: Config) -> Config:
-    """Return the settings with local folders in place of the Hub's names. Raises `ConfigError` for what is neither here nor to be had."""
+def resolved(config: Config, *, is_dry: bool = False) -> Config:
+    """Return the settings with local folders in place of the Hub's names.
+
+    Raises `ConfigError` for what is neither here nor to be had; with `is_dry` that name stays, and preflight says so beside whatever else
+    it finds.
+    """
     changes: dict[str, Any] = {}
+
+    def folder_of(path: Path, key: str) -> Path:
+        try:
+            return model_folder(path, key=key)
+        except ConfigError:
+            if is_dry:
+                return path
+            raise
+
     for name in ("model", "reference", "critic", "prm"):
         section = getattr(config, name)
-        if section.path is not None and (folder := model_folder(section.path, key=f"{name}.path")) != section.path:
+        if section.path is not None and (folder := folder_of(section.path, f"{name}.path")) != section.path:
             changes[name] = section.model_copy(update={"path": folder})
     if config.reference.teachers:
-        teachers = {name: model_folder(path, key=f"reference.teachers.{name}") for name, path in config.reference.teachers.items()}
+        teachers = {name: folder_of(path, f"reference.teachers.{name}") for name, path in config.reference.teachers.items()}
         changes["reference"] = config.reference.model_copy(update={"teachers": teachers})
     return config.model_copy(update=changes) if changes else config
 

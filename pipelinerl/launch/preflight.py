@@ -23,9 +23,11 @@ from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
 from pipelinerl.config.layout import check_layout
+from pipelinerl.data.hub import model_folder
 from pipelinerl.engine.budget import plan_budget
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
 from pipelinerl.engine.options import problems_of_options
+from pipelinerl.errors import ConfigError
 from pipelinerl.launch import doctor
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.roles import roles_of
@@ -48,12 +50,12 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
     `runs_here`: this machine will run the processes, so its packages, memory and disks are looked at. `is_dry`: nothing will start, so a
     machine without torch and vLLM may check for another.
     """
-    layout = _raised_by(lambda: check_layout(config.trainer.layout, config.model.path))
+    has_model = (config.model.path / "config.json").is_file()
+    layout = _raised_by(lambda: check_layout(config.trainer.layout, config.model.path)) if has_model else ()
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
     looks = [_model(config), _folders(config), layout, _settings(config), _engine_options(config), trackers]
     if runs_here:
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
-    has_model = (config.model.path / "config.json").is_file()
     if has_model and config.engine.kind == "vllm":
         looks += [_memory(config, runs_here=runs_here)]
     looks += [look_apart(config, module="orchestrator.preflight", imports="rewards, environment and data.source")]
@@ -119,6 +121,11 @@ def _folders(config: Config) -> Iterator[Finding]:
 
 
 def _model_folder(key: str, folder: Path, *patterns: str) -> Iterator[Finding]:
+    try:
+        folder = model_folder(folder, key=key)
+    except ConfigError as error:  # a name of the Hub, which a dry run leaves as it is where it cannot be had
+        yield fail("", str(error))
+        return
     if not folder.is_dir():
         yield fail(key, f"no folder at {folder} (looked from {Path.cwd()})", do="name a Hugging Face model folder")
     elif missing := ", ".join(pattern for pattern in patterns if not list(folder.glob(pattern))):

@@ -33,7 +33,6 @@ import dataclasses
 import enum
 import math
 import numbers
-import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +41,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import ScorerTask
 from pipelinerl.rewards.arguments import Parameters, WrongReturn, by_turns, parameters_of
 from pipelinerl.rewards.calls import Component
+from pipelinerl.rewards.functions.gym_score import answer_in
 from pipelinerl.rewards.functions.rubric import adapt_rubric, is_rubric
 from pipelinerl.runtime.function_errors import error_of
 from pipelinerl.runtime.plugin import load_plugin
@@ -68,7 +68,6 @@ _MARKS = {
     "predict_str": Shape.VERL,
     "solution_strs": Shape.VERL_BATCH,
 }
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +109,8 @@ class Reward:
                 if self.parameters.accepts & {"turns", "replies"}:
                     extra |= by_turns(token_ids, turns, decode=decode)
             elif self.shape is Shape.REASONING_GYM:
-                answers = _ANSWER.findall(completion)
                 entry = {"question": _question(task), **columns}
-                passed = {**self.options, "answer": answers[-1].strip() if answers else completion.strip(), "entry": entry}
+                passed = {**self.options, "answer": answer_in(completion), "entry": entry}
             else:
                 defaults = {"data_source": "", "extra_info": {}, **_verl_truth(columns)}
                 passed = {**defaults, **columns, **self.options, **dict.fromkeys(_VERL_NAMES, completion)}

@@ -14,6 +14,7 @@ _ELSEWHERE = {
     "json_schema": ("pipelinerl.rewards.functions.schema", "fits_schema"),
     "code": ("pipelinerl.rewards.functions.code", "passes_tests"),
     "judge": ("pipelinerl.rewards.functions.judge", "ask_judge"),
+    "reasoning_gym": ("pipelinerl.rewards.functions.gym_score", "score_answer"),
 }
 
 
