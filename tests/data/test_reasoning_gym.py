@@ -105,6 +105,16 @@ def test_the_reward_is_the_generators_own_score_of_a_row_that_went_through_json(
 
 
 @with_gym
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [("2 + 5 = {}.", 1.0), ("The answer is {}", 1.0), ("{} or 99", 0.0), ("no number", 0.0), ("<answer>{}</answer>", 1.0)],
+)
+def test_the_last_match_of_a_pattern_is_the_answer(completion: str, right: float) -> None:
+    row = GymRows(SUMS, prompt_column="prompt")[0]
+    assert score(completion.format(row["answer"]), row.pop("prompt"), **row, pattern=r"-?\d+") == right
+
+
+@with_gym
 def test_a_row_that_the_generator_would_not_make_again_is_scored_by_its_columns() -> None:
     row = GymRows(SUMS, prompt_column="prompt")[0]
     assert score("123456", row.pop("prompt"), **(row | {"answer": "123456"})) == 1.0
