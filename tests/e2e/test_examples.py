@@ -21,6 +21,7 @@ from pipelinerl.launch.preflight import check
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.planning.memory import read_weights
 from pipelinerl.runtime.findings import Level
+from pipelinerl.runtime.plugin import load_plugin
 from tests.shaped_models import QWEN2_7B, QWEN3, THINKING, make_shaped
 from tests.tokenizers import CHATML
 
@@ -152,3 +153,15 @@ def test_a_name_of_the_hub_that_cannot_be_had_is_told_beside_everything_else(
         assert f"hf download {'' if name == settings['model']['path'] else '--repo-type dataset '}{name}" in problems
     assert "no Python file at nowhere.py" in problems, "the rest is checked, too"
     assert "ConfigError: 4 problems" in problems
+
+
+def test_the_calculator_answers_calls_and_pays_for_the_answer_alone() -> None:
+    reply, reward, value_of = (load_plugin(f"{ROOT / 'examples' / 'calculator.py'}:{name}") for name in ("reply", "reward", "value_of"))
+    assert value_of("2 + 3 * (4 - -1)") == "17"
+    assert value_of("2 +") == value_of("()") == "not an expression"
+    assert "Result: -224<|im_end|>" in reply(["I write CALC(141 - 365)"])
+    assert reply(["-224"]) is None
+    assert reply(["CALC(__import__('os'))"]) is None
+    assert reward(["CALC(141 - 365)", " -224"], "-224") == 1.0
+    assert reward(["-224"], "-224") == 0.8
+    assert reward(["CALC(1)", "It is -224"], "-224") == 0.2
