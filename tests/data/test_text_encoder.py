@@ -13,6 +13,7 @@ from orchestrator.data.sources import PromptSource, fixed
 from pipelinerl.config import Config, DataSection
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.rewards.codec import load_codec
+from tests.shaped_models import THINKING, make_chat_bytes
 from tests.tokenizers import CHATML, MISTRAL, make_words
 from trainer.data.demonstrations import Demonstrations
 
@@ -118,3 +119,15 @@ def test_what_only_a_chat_template_can_place_makes_chats(tmp_path: Path, section
     sft = _sft(tmp_path, path).model_copy(update={"data": data})
     (taught, *_) = Demonstrations(sft).batch_at(0)
     assert taught.token_ids.tolist() == [*prompt.token_ids.tolist(), 5, EOS], "fine-tuning, too"
+
+
+def test_a_system_prompt_and_the_switch_for_thoughts_reach_a_template_as_qwen3s(tmp_path: Path) -> None:
+    make_chat_bytes(tmp_path, template=THINKING)
+    tokenizer = load_tokenizer(tmp_path)
+    head = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    for thinks, tail in ((False, "<think>\n\n</think>\n\n"), (True, "")):
+        options = ChatOptions(system_prompt="Be brief.", chat_template_kwargs={"enable_thinking": thinks})
+        encoder = TextEncoder(tokenizer, options=options)
+        assert encoder.text("2+2?") == head + tail
+        assert encoder.text([{"role": "user", "content": "2+2?"}]) == head + tail
+        assert tokenizer.decode(encoder.prompt("2+2?")) == head + tail
