@@ -1,7 +1,10 @@
 """Log-probabilities and entropies computed piece by piece are those of the whole table of logits, and so are their gradients."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model import head
 from trainer.model.head import linear_logprobs
@@ -25,9 +28,11 @@ def _gradients(outputs: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tupl
     return torch.autograd.grad((outputs[0] * to_logprobs + outputs[1] * to_entropy).sum(), leaves)
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "thrown away"])
 @pytest.mark.parametrize("rows_at_once", [K, 5, 1])
-def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, is_kept: bool) -> None:
     monkeypatch.setattr(head, "MAX_LOGITS", rows_at_once * V)
+    monkeypatch.setattr(head, "KEPT_LOGITS", K * V if is_kept else K * V - 1)
     hidden, weight, targets = _inputs()
     ours = linear_logprobs(hidden, weight, targets, temperature=0.7, gives_square_sums=True)
     expected = _whole(hidden, weight, targets)
@@ -35,6 +40,29 @@ def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch,
         assert torch.allclose(got, wanted, atol=5e-6)
     for got, wanted in zip(_gradients(ours, hidden, weight), _gradients(expected, hidden, weight), strict=True):
         assert torch.allclose(got, wanted, atol=3e-5)
+
+
+def test_a_table_that_is_kept_gives_the_very_bits_of_one_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "MAX_LOGITS", 5 * V)
+    hidden, weight, targets = _inputs()
+    found = []
+    for most in (K * V, 0):
+        monkeypatch.setattr(head, "KEPT_LOGITS", most)
+        with _Products() as products:
+            outputs = linear_logprobs(hidden, weight, targets, temperature=0.7)
+            found.append((*outputs, *_gradients(outputs, hidden, weight)))
+        assert products.num_tables == (8 if most else 16)
+    assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+
+
+class _Products(TorchDispatchMode):
+    """Counts products with [.., V] results, which are tables of logits."""
+
+    num_tables = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_tables += func is torch.ops.aten.mm.out and kwargs["out"].shape[-1] == V
+        return func(*args, **(kwargs or {}))
 
 
 def test_bfloat16_gives_float32_logprobs_and_gradients_as_near_as_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Log-probability and entropy of chosen tokens from hidden states and the output embedding, without ever holding all logits.
 
-The table of logits is computed in pieces of at most `MAX_LOGITS` numbers and thrown away; the backward pass computes it again. Where
-tensor parallelism splits the vocabulary, each rank holds a part of every row, and two small reductions join them.
+The table of logits is computed in pieces of at most `MAX_LOGITS` numbers. A small table is kept for the backward pass; of a larger one the
+pieces are thrown away, and the backward pass computes them again. Where tensor parallelism splits the vocabulary, each rank holds a part of
+every row, and two small reductions join them.
 
 Legend: `K` tokens, `H` hidden size, `V` words of the vocabulary on this rank.
 """
@@ -16,6 +17,10 @@ from torch.autograd.function import once_differentiable
 
 MAX_LOGITS = 1 << 23
 """Numbers of one piece of the table: 32 MiB in float32. A larger one saves no time worth speaking of, a smaller one makes thin products."""
+
+KEPT_LOGITS = 1 << 26
+"""Numbers of a whole table that is kept: 256 MiB in float32, the completions of a row of a small model. Computing it again is a third more
+work than the two products of the backward pass; a larger bound takes memory that activations want."""
 
 
 def linear_logprobs(
@@ -54,12 +59,14 @@ class _LinearLogprobs(torch.autograd.Function):
         is_here = (targets >= 0) & (targets < words)
         columns = targets.clamp(0, words - 1)
         peak, total, energy, chosen, squares = torch.empty(5, num, device=hidden.device)
+        keeps = any(ctx.needs_input_grad[:2]) and num * words <= KEPT_LOGITS
+        kept = torch.empty(num, words, device=hidden.device) if keeps else None
         tables = _Tables(num, words, count=2, device=hidden.device)
         for piece in tables.pieces:
             logits, powers = tables.of(piece)
-            _logits(hidden[piece], weight, temperature, out=logits)
-            peak[piece] = logits.amax(-1)
-            logits -= peak[piece, None]  # so that the differences below are between small numbers
+            table = _logits(hidden[piece], weight, temperature, out=logits if kept is None else kept[piece])
+            peak[piece] = table.amax(-1)
+            torch.sub(table, peak[piece, None], out=logits)  # so that the differences below are between small numbers
             chosen[piece] = logits.gather(-1, columns[piece, None])[:, 0]
             torch.exp(logits, out=powers)
             total[piece] = powers.sum(-1)
@@ -76,7 +83,7 @@ class _LinearLogprobs(torch.autograd.Function):
             total, energy, squares, chosen = sums
         normaliser = peak + total.log()
         entropy = total.log() - energy / total
-        ctx.save_for_backward(hidden, weight, columns, is_here, normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, columns, is_here, normaliser, entropy, kept)
         ctx.temperature, ctx.group = temperature, group
         ctx.set_materialize_grads(False)
         if not gives_square_sums:
@@ -90,14 +97,15 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, to_logprobs: torch.Tensor | None, to_entropy: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, columns, is_here, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, columns, is_here, normaliser, entropy, kept = ctx.saved_tensors
         to_logprobs = torch.zeros_like(normaliser) if to_logprobs is None else to_logprobs
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         tables = _Tables(len(hidden), len(weight), count=1 if to_entropy is None else 2, device=hidden.device)
         for piece in tables.pieces:
             logprobs, *others = tables.of(piece)
-            _logits(hidden[piece], weight, ctx.temperature, out=logprobs).sub_(normaliser[piece, None])
+            table = _logits(hidden[piece], weight, ctx.temperature, out=logprobs) if kept is None else kept[piece]
+            torch.sub(table, normaliser[piece, None], out=logprobs)
             slope = to_logprobs[piece, None].expand_as(logprobs)
             if to_entropy is not None:  # d entropy / d logit = -p (log p + entropy)
                 slope = torch.add(logprobs, entropy[piece, None], out=others[0])
