@@ -27,6 +27,7 @@ from pipelinerl.messages import (
     TrainingEnded,
 )
 from pipelinerl.observe.journal import Journal
+from pipelinerl.planning.memory import rank_bytes, read_weights
 from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.timeline import timeline_of
@@ -87,6 +88,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             sends_deltas=config.weights.delta,
             write=None if sharded is None else sharded.lead,
             adapters=adapters if config.lora.rank else None,
+            training_bytes=rank_bytes(config, read_weights(config.model.path), method=method_of(config)),
         )
 
     def checkpoint(version: int, commit: str) -> None:

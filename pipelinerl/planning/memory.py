@@ -82,19 +82,30 @@ def _shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 def bill(config: Config, weights: Weights, *, method: Method, kv: KvPlan | None) -> Iterator[Part]:
     """Every kind of process of the run, with what it takes on a machine where all of them are."""
     policy = weights.num_parameters * _DTYPE_BYTES[config.model.dtype]
-    engines, layout = config.engine.count, config.trainer.layout
+    engines = config.engine.count
     yield Part(f"weights of {engines} engine{'s' * (engines > 1)}", engines * policy, on_device=True)
     if kv is not None and kv.cache_bytes is not None:
         yield Part("KV caches", engines * config.engine.num_ranks * kv.cache_bytes, on_device=True)
     yield Part(f"{NUM_POLICIES} policies in shared memory", shared_bytes(config, weights))
+    yield from _of_trainer(config, weights, method=method)
+    processes = engines * config.engine.num_ranks * ENGINE_BYTES + config.trainer.ranks * TRAINER_BYTES
+    yield Part("the processes themselves", processes + (3 + config.scorer.slots + config.prm.is_used) * OTHER_BYTES, is_sure=False)
+
+
+def _of_trainer(config: Config, weights: Weights, *, method: Method) -> Iterator[Part]:
+    """All ranks of the trainer together."""
+    policy, layout = weights.num_parameters * _DTYPE_BYTES[config.model.dtype], config.trainer.layout
     yield Part("trainer: weights, gradients, optimizer", layout.copies * trained_bytes(config, weights), on_device=True)
     if method.needs & CRITICS:
         yield Part("critic: weights, gradients, optimizer", layout.copies * _full(weights.num_parameters, config), on_device=True)
     if config.reference.folders and method.needs & REFERENCE_OFFERS and not _is_served_by_adapters(config):
         yield Part("reference", len(config.reference.folders) * layout.copies * policy, on_device=not config.reference.offload)
     yield Part("trainer: activations of a row", config.trainer.ranks * _row_bytes(config, weights), is_sure=False, on_device=True)
-    processes = engines * config.engine.num_ranks * ENGINE_BYTES + config.trainer.ranks * TRAINER_BYTES
-    yield Part("the processes themselves", processes + (3 + config.scorer.slots + config.prm.is_used) * OTHER_BYTES, is_sure=False)
+
+
+def rank_bytes(config: Config, weights: Weights, *, method: Method) -> int:
+    """Count the bytes that one rank of the trainer holds at once on its device."""
+    return sum(part.num_bytes for part in _of_trainer(config, weights, method=method) if part.on_device) // config.trainer.ranks
 
 
 def trained_bytes(config: Config, weights: Weights) -> int:

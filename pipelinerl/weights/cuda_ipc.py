@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from pipelinerl.errors import WeightsError
+from pipelinerl.errors import NoRoom, WeightsError
+from pipelinerl.runtime.machine import say_bytes
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, SharedMemoryReceiver, read_beside, write_beside
 from pipelinerl.weights.shared_names import FOLDER, Owner
@@ -29,7 +31,7 @@ class Memory(Protocol):
     """Memory of a device that other processes of the machine can open."""
 
     def make(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
-        """Reserve [bytes] uint8, and a handle of it. Raises `WeightsError` where there is no room."""
+        """Reserve [bytes] uint8, and a handle of it. Raises `NoRoom` where there is none."""
         ...
 
     def open(self, handle: bytes) -> torch.Tensor:
@@ -72,31 +74,90 @@ def receiver(*, memory: Memory | None = None, folder: Path = FOLDER) -> SharedMe
     return SharedMemoryReceiver(folder=folder, open_buffer=open_buffer, suffix=HANDLE_SUFFIX, pattern=NAME)
 
 
-_Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
-"""What CUDA needs to open another process's memory, as torch hands it out and takes it back: device, memory, its size and offset in bytes,
-counter of references and its offset, event, whether it must be waited for."""
+class Handle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What CUDA needs to open another process's memory, as torch hands it out and takes it back."""
+
+    gpu: str
+    """UUID of the GPU; its index is another one in each process."""
+    memory: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter: bytes
+    """Counter of references, in memory that both map."""
+    counter_offset: int
+    event: bytes
+    waits_for_event: bool
+
+    @classmethod
+    def of(cls, shared: tuple[int, bytes, int, int, bytes, int, bytes, bool], uuids: Sequence[str]) -> Handle:
+        """The handle of what torch shared (`UntypedStorage._share_cuda_`), by a process that sees the GPUs of these UUIDs."""
+        index, memory, num_bytes, offset_bytes, counter, counter_offset, event, waits_for_event = shared
+        return cls(
+            gpu=uuids[index],
+            memory=memory,
+            num_bytes=num_bytes,
+            offset_bytes=offset_bytes,
+            counter=counter,
+            counter_offset=counter_offset,
+            event=event,
+            waits_for_event=waits_for_event,
+        )
+
+    def shared(self, uuids: Sequence[str]) -> tuple[int, bytes, int, int, bytes, int, bytes, bool]:
+        """As torch takes it (`_new_shared_cuda`), in a process that sees the GPUs of these UUIDs. Raises `WeightsError` for another GPU."""
+        if self.gpu not in uuids:
+            raise WeightsError(
+                f"the trainer's policy lies on GPU {self.gpu}, which this process does not see: it sees {', '.join(uuids) or 'none'}. Leave"
+                " the trainer's GPUs in CUDA_VISIBLE_DEVICES, behind the engine's own, or set weights.transport to shared_memory"
+            )
+        numbers = self.num_bytes, self.offset_bytes, self.counter, self.counter_offset, self.event, self.waits_for_event
+        return uuids.index(self.gpu), self.memory, *numbers
+
+
+def room_for_policies(*, free_bytes: int, allocated_bytes: int, training_bytes: int) -> int:
+    """Bytes of the trainer's device that policies may take: what is free, less what training will still allocate."""
+    return free_bytes - max(0, training_bytes - allocated_bytes)
 
 
 class CudaMemory:
     """The present CUDA device's memory: a `Memory`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, training_bytes: int = 0) -> None:
+        """`training_bytes`: all that training on this device will hold at once, which no policy may take."""
         if not torch.cuda.is_available():
             raise WeightsError("the transport cuda_ipc needs a CUDA device in this process, and there is none")
+        self._training_bytes = training_bytes
+        self._own_bytes = 0
+        """In policies."""
 
     def make(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        allocated_bytes = torch.cuda.memory_allocated() - self._own_bytes
+        free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # kept by torch for whoever asks next
+        room = room_for_policies(free_bytes=free_bytes, allocated_bytes=allocated_bytes, training_bytes=self._training_bytes)
+        if num_bytes > room:
+            raise NoRoom(
+                f"no room for a policy of {say_bytes(num_bytes)} on the trainer's device: {say_bytes(free_bytes)} are free, and training,"
+                f" which holds {say_bytes(allocated_bytes)}, will hold {say_bytes(self._training_bytes)}"
+            )
         try:
             buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError as error:
-            raise WeightsError(f"no room for a policy of {num_bytes} bytes on the device: {error}") from None
+            raise NoRoom(f"no room for a policy of {say_bytes(num_bytes)} on the trainer's device: {error}") from None
+        self._own_bytes += num_bytes
         storage: Any = buffer.untyped_storage()
-        return buffer, msgspec.msgpack.encode(storage._share_cuda_())
+        return buffer, msgspec.msgpack.encode(Handle.of(storage._share_cuda_(), _visible_uuids()))
 
     def open(self, handle: bytes) -> torch.Tensor:
         try:
-            found = msgspec.msgpack.decode(handle, type=_Handle)
+            found = msgspec.msgpack.decode(handle, type=Handle)
             storage: Any = torch.UntypedStorage
-            opened = storage._new_shared_cuda(*found)
+            opened = storage._new_shared_cuda(*found.shared(_visible_uuids()))
         except (RuntimeError, msgspec.DecodeError) as error:
             raise WeightsError(f"cannot open the trainer's device memory: {error}; is it alive, and on this machine?") from error
         return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)
+
+
+def _visible_uuids() -> list[str]:
+    """UUIDs of the GPUs that this process sees, by index."""
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]

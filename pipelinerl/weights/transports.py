@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from pipelinerl.errors import WeightsError
+from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.transport.endpoint import own_address
 from pipelinerl.weights import cuda_ipc, files, gloo, nccl, point_to_point, shared_memory
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.shared_names import run_token
-from pipelinerl.weights.transport import Payload, Receiver, Sender
+from pipelinerl.weights.transport import Payload, Receiver, Sender, WeightBuffer
+
+log = logging.getLogger(__name__)
 
 
-def open_sender(transport: str, *, run_folder: Path, address: str | None = None) -> Sender:
+def open_sender(transport: str, *, run_folder: Path, address: str | None = None, training_bytes: int = 0) -> Sender:
     """Open the trainer's end of a transport. Raises `WeightsError` where that cannot be.
 
-    `address` is this machine's, where policies travel over the network; default: the one on its way to the orchestrator.
+    `training_bytes`: what training holds at once on this rank's device; policies leave it. `address` is this machine's, where policies
+    travel over the network; default: the one on its way to the orchestrator.
     """
     match transport:
         case "shared_memory":
@@ -27,13 +31,47 @@ def open_sender(transport: str, *, run_folder: Path, address: str | None = None)
         case "files":
             return files.FilesSender(run_folder / "weights")
         case "cuda_ipc":
-            return cuda_ipc.CudaIpcSender(run_token(run_folder))
+            token = run_token(run_folder)
+            on_device = cuda_ipc.CudaIpcSender(token, memory=cuda_ipc.CudaMemory(training_bytes=training_bytes))
+            return RoomierSender(on_device, shared_memory.SharedMemorySender(token), instead="shared memory")
         case "gloo":
             return gloo.sender(address or own_address(run_folder, "trainer"))
         case "nccl":
             return nccl.sender(address=address or own_address(run_folder, "trainer"))
         case _:
             raise WeightsError(f"the orchestrator asks for the transport {transport!r}, which this trainer does not know")
+
+
+class RoomierSender:
+    """Makes weight buffers by one transport, and by another, with more room, what finds none: a `Sender`.
+
+    Engines tell them apart by their names, so each policy goes the shortest way that has room for it.
+    """
+
+    def __init__(self, first: Sender, second: Sender, *, instead: str) -> None:
+        """`instead` is what the second is called, for the one line that says so."""
+        self._first, self._second = first, second
+        self._instead = instead
+        self._made: dict[int, Sender] = {}
+        """Who made a buffer, by its identity: its name may change."""
+
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
+        sender = self._first
+        try:
+            buffer = sender.make(number, num_bytes)
+        except NoRoom as error:
+            log.warning("policies in weight buffer %d travel through %s: %s", number, self._instead, error)
+            sender = self._second
+            buffer = sender.make(number, num_bytes)
+        self._made[id(buffer)] = sender
+        return buffer
+
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        self._made[id(buffer)].offer(buffer, manifest, encoded)
+
+    def close(self) -> None:
+        self._first.close()
+        self._second.close()
 
 
 class AutoReceiver:

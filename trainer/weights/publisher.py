@@ -43,10 +43,12 @@ class Publisher:
         sends_deltas: bool = False,
         write: Write | None = None,
         adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        training_bytes: int = 0,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free buffer.
 
         `adapters` gives what is trained by itself, for engines that ask for that; None where all weights are trained.
+        `training_bytes`: what training holds at once on this rank's device, which buffers there leave to it.
         `write` writes them where they are sharded over ranks; `tensors` and `adapters` then need have shapes only.
 
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
@@ -61,6 +63,7 @@ class Publisher:
         self._adapter_shapes = _shapes_of(adapters) if adapters is not None else {}
         self._run_folder = run_folder
         self._address = address
+        self._training_bytes = training_bytes
         self._sends_deltas = sends_deltas
         self._delta_base: DeltaBase | None = None
         """None where whole policies are sent."""
@@ -143,7 +146,7 @@ class Publisher:
             check_layout(self._adapter_shapes, tensors)
             self._tensors = self._adapters
         self._layout = tensors
-        sender = open_sender(transport, run_folder=self._run_folder, address=self._address)
+        sender = open_sender(transport, run_folder=self._run_folder, address=self._address, training_bytes=self._training_bytes)
         with self._changed:
             size = num_bytes(tensors)
             self._is_mapped = transport == "shared_memory"
