@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from scripts.bench import peers
 from scripts.bench.beside import countdown, page, systems
+from scripts.bench.beside.memory import peak_of
 from scripts.bench.beside.systems import Run, Step
 
 STORED = Path(peers.__file__).parent / "results" / "peers.json"
@@ -79,10 +82,22 @@ def test_answers_have_a_long_tail_and_their_reward_is_the_part_that_is_small() -
     assert {"prompt": "=b1", "answer": answer} in rows
     assert countdown.reward("=b1", answer, answer) == 1.0
     assert countdown.reward("=b1", "B1B0" + answer[4:], answer) == pytest.approx(0.8)
-    assert countdown.reward("=b1", answer[:-2], answer) == 0.0
-    assert all(
-        countdown.reward("", row["completion"], row["completion"].lower()) > -1 for row in itertools.islice(countdown.demonstrations(0), 9)
-    )
+    assert countdown.reward("=b1", answer[:-2], answer) == pytest.approx(0.9)
+    assert countdown.reward("=b1", answer + "a0" * 10, answer) == pytest.approx(0.5)
+    assert countdown.reward("=b1", "", answer) == 0.0
+    shown = itertools.islice(countdown.demonstrations(0), 2000)
+    small = [countdown.reward("", row["completion"], row["completion"].lower()) for row in shown]
+    assert sum(small) / len(small) == pytest.approx(countdown.SMALL_FRACTION, abs=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_memory_is_that_of_the_whole_tree() -> None:
+    child = "held = bytearray(200 << 20); import time; time.sleep(2.5)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    with subprocess.Popen([sys.executable, "-c", parent]) as started, peak_of(started.pid) as peak:
+        started.wait(30)
+    assert 200 < peak.mib < 300
 
 
 def test_lines_are_those_that_a_user_writes() -> None:

@@ -48,7 +48,7 @@ SYNCHRONOUS = ("plain loop", "sync")
 SEEDS = (0, 1, 2)
 REACHED = (0.7, 0.8, 0.9)
 """Mean rewards of five steps that runs are timed to."""
-WARM_STEPS, QUICK_WARM_STEPS = 150, 30
+WARM_STEPS, QUICK_WARM_STEPS = 120, 30
 LONG_TAIL, DEMO = "long tail", "demo"
 
 
@@ -125,7 +125,7 @@ def _long_tail(folder: Path, *, quick: bool) -> Task:
         groups_per_step=8,
         max_tokens=countdown.LONGEST + 8,
         context=countdown.MAX_TOKENS,
-        learning_rate=5e-4,
+        learning_rate=5e-5,
     )
 
 
@@ -137,7 +137,7 @@ def _demo(folder: Path) -> Task:
     return Task(
         module="pipelinerl.demo.sort_digits",
         model=home / "demo-model-sft",
-        steps=40,
+        steps=60,
         groups_per_step=32,
         max_tokens=8,
         context=32,

@@ -1,8 +1,8 @@
 """A task with a long tail: the prompt states a count, and the answer counts down from it, two characters a number.
 
 A number is a letter and a digit, eight numbers to a letter: `=c1` is answered by c1 c0 b7 ... b0 a7 ... a0, without the spaces. Letters
-may be written large or small, and the reward is the part that is small, where the countdown is right and whole; else 0. So an answer's
-length is the prompt's and no matter of learning: log-normal with a median of 40 and a sigma of 0.9, from 4 to 200 tokens, a mean of 56. The
+may be written large or small, and the reward is the part of all numbers that is right and small. So an answer's length is the prompt's and
+no matter of learning: log-normal with a median of 40 and a sigma of 0.9, from 4 to 200 tokens, a mean of 56. The
 warm start shows small letters in a quarter of all places, chosen anew wherever the letter changes; RL makes small ones of all. That is
 learnt in as many places as an answer has letters.
 """
@@ -42,11 +42,9 @@ def demonstrations(seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 def reward(prompt: str, completion: str, answer: str, **_: object) -> float:
-    """The part of the letters that is small where the countdown is right, else 0.0."""
-    if completion.lower() != answer:
-        return 0.0
-    letters = completion[::2]
-    return sum(letter.islower() for letter in letters) / len(letters)
+    """The part of the numbers that is right and small, of as many as there are or should be: a wrong length costs, too."""
+    right = sum(completion[at : at + 2] == answer[at : at + 2] for at in range(0, len(answer), 2))
+    return 2 * right / max(len(completion), len(answer))
 
 
 def make_model(folder: Path, seed: int) -> None:

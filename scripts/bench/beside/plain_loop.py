@@ -41,7 +41,7 @@ def train(rank, ranks, told, gradients, barrier):
         seed=1000 * told["seed"] + rank,
         disable_log_stats=True,
     )
-    sampling = SamplingParams(n=group_size, temperature=1.0, max_tokens=told["max_tokens"], logprobs=0)
+    sampling = SamplingParams(n=group_size, temperature=1.0, max_tokens=told["max_tokens"], logprobs=0, detokenize=False)
     prompts = itertools.islice(task.train_prompts(told["seed"]), rank, None, ranks)
     journal = steps.Steps(Path(told["journal"]) if rank == 0 else Path(f"{told['journal']}.{rank}"))
     for _ in range(told["steps"]):
