@@ -27,7 +27,7 @@ from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.own import is_own
 from pipelinerl.algorithms.rules import specs_of
-from pipelinerl.config import Config, DataSection
+from pipelinerl.config import Config, DataSection, RewardSection
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
@@ -36,6 +36,7 @@ from pipelinerl.messages import Finish, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.calls import Component, component_names
 from pipelinerl.rewards.environment import load_environment
 from pipelinerl.rewards.reward import load_rewards
+from pipelinerl.rewards.reward_model.folder import problem_of, problem_of_tokenizer
 from pipelinerl.runtime.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 
 MAX_STREAMED = 1000
@@ -110,8 +111,11 @@ class _Function:
 
 
 def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
-    names = component_names([reward.function for reward in config.reward])
+    names = component_names([reward.reference for reward in config.reward])
     for reward, name in zip(config.reward, names, strict=True):
+        if reward.function is None:
+            problems += _reward_model(reward)
+            continue
         try:
             (loaded,) = load_rewards([Component(function=reward.function, name=name, options=reward.options)])
         except ConfigError as error:
@@ -130,6 +134,19 @@ def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
             problems.append(fail("environment.function", str(error)))
             return
         yield _Function(what=f"environment {function}", arguments=lambda task: environment.arguments(task, decode=lambda token_ids: ""))
+
+
+def _reward_model(reward: RewardSection) -> Iterator[Finding]:
+    """Check that a reward model's folder is one, and that its tokenizer writes what it reads; it asks nothing of a row."""
+    folder = reward.model
+    if folder is None or not (folder / "config.json").is_file():
+        return  # pipelinerl.launch.preflight tells it
+    try:
+        problem = problem_of(folder) or problem_of_tokenizer(folder, load_tokenizer(folder), form=reward.format)
+    except ConfigError as error:
+        problem = str(error)
+    if problem:
+        yield fail("reward.model", problem)
 
 
 def _advantage(method: Method) -> Iterator[Finding]:

@@ -34,9 +34,10 @@ def vllm_engine(
     adapters: AdapterShape | None = None,
     replay_routing: bool = False,
     options: dict[str, Any] | None = None,
+    quantization: Literal["none", "int8"] = "none",
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
-    section = EngineSection(max_running=max_running, options=options or {})  # pyright: ignore[reportCallIssue]
+    section = EngineSection(max_running=max_running, options=options or {}, quantization=quantization)  # pyright: ignore[reportCallIssue]
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)
     loop = asyncio.new_event_loop()

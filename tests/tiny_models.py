@@ -38,7 +38,26 @@ def make_qwen2(folder: Path, *, tied: bool = True, vocabulary: int = 128, seed: 
     return tensors
 
 
-def make_prm(folder: Path, *, seed: int = 0) -> None:
+def make_endless(folder: Path, *, context: int, seed: int = 0) -> None:
+    """Write a model of one small layer that never samples its end or what has no text, for completions as long as `context`."""
+    from safetensors.torch import load_file, save_file
+
+    make_qwen2(folder, tied=False, seed=seed)
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".layers.1." not in name}
+    tensors["model.embed_tokens.weight"][:, 0] = 0.2  # ten times as large as the rest, so that one logit can be low after any input
+    for unwanted in (slice(0, 3), slice(98, 128)):
+        tensors["lm_head.weight"][unwanted] = 0.0
+        tensors["lm_head.weight"][unwanted, 0] = -10.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _change_config(folder, num_hidden_layers=1, max_position_embeddings=context, layer_types=["full_attention"], max_window_layers=1)
+
+
+def _change_config(folder: Path, **settings: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+
+
+def make_prm(folder: Path, *, seed: int = 0, context: int = 1024) -> None:
     """The same, as a process reward model of the Qwen2.5-Math-PRM kind: a random head of two classes on every token."""
     from safetensors.torch import load_file, save_file
 
@@ -48,8 +67,7 @@ def make_prm(folder: Path, *, seed: int = 0) -> None:
     tensors |= {"score.0.weight": torch.randn(size, size) * 0.3, "score.0.bias": torch.zeros(size)}
     tensors |= {"score.2.weight": torch.randn(2, size) * 0.3, "score.2.bias": torch.zeros(2)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForProcessRewardModel"]}))
+    _change_config(folder, architectures=["Qwen2ForProcessRewardModel"], max_position_embeddings=context)
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -112,3 +130,32 @@ def forcing_adapter(tensors: dict[str, torch.Tensor], shapes: dict[str, tuple[in
     forced[f"{last}.lora_A.weight"][0, 0] = 1.0
     forced[f"{last}.lora_B.weight"][:, 0] = tensors["lm_head.weight"][token_id]
     return forced
+
+
+def make_classifier(folder: Path, family: str, *, seed: int = 0, labels: int = 1, template: bool = True) -> None:
+    """Write a sequence classifier of a `family` of transformers, with random weights, and the tokenizer of single characters."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+        num_labels=labels,
+        initializer_range=0.2,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    if template:
+        (folder / "chat_template.jinja").write_text(
+            "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }} {% endfor %}end."
+        )

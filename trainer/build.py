@@ -32,8 +32,9 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.step import Step
 
-MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.1}
-"""Default of `trainer.max_logprob_gap`, by dtype: several times what rounding alone does; smaller would end healthy runs."""
+MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1}
+"""Default of `trainer.max_logprob_gap`, by what an engine computes in: several times what rounding alone does; smaller would end healthy
+runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def build_step(
         replicas=replicas,
         max_completion_tokens=config.rollout.max_tokens,
         agreement=Agreement(
-            max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[config.model.dtype],
+            max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[_computes_in(config)],
             max_mismatch_kl=config.trainer.max_mismatch_kl,
             first_step=first_step,
             num_engines=config.engine.count,
@@ -245,3 +246,7 @@ def _check_words(reference: Model, *, policy: Model, key: str, folder: Path, own
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     return load_tokenizer(folder).get_vocab() if (folder / "tokenizer.json").is_file() else None
+
+
+def _computes_in(config: Config) -> str:
+    return config.model.dtype if config.engine.quantization == "none" else config.engine.quantization

@@ -191,7 +191,8 @@ class PromptBuilder:
         value = row[self.prompt_column]
         text = self.text(row, where=where)
         token_ids = self.token_ids(value, text, where=where)
-        chat = () if isinstance(value, str) else tuple(_plain(value, self.prompt_column, where))
+        messages = _plain([{"role": "user", "content": value}] if isinstance(value, str) else value, self.prompt_column, where)
+        chat = tuple(messages) if self._encoder.is_chat(value) else ()
         return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=np.asarray(token_ids, np.int32), columns=columns, chat=chat)
 
     def columns(self, row: Any, *, where: str) -> dict[str, Any]:

@@ -21,14 +21,29 @@ class ScorerSection(Section):
 
 
 class RewardSection(Section):
-    function: str = Field(description="`path:name`: a file or module and the function in it")
+    function: str | None = Field(None, description="`path:name`: a file or module and the function in it; a reward has this or a model")
+    model: Path | None = Field(
+        None, description="outcome reward model: a folder, or the Hub's name, of a sequence classifier with one logit"
+    )
     weight: float = Field(1.0, description="of this component in the reward")
     per: Literal["sample", "group"] = Field("sample", description="group: called once for all siblings of a prompt, with lists")
-    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
-    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: the slots all functions share")
+    options: dict[str, Any] = Field(
+        {}, description="further arguments of every call, by name; they go before columns of the row. Of a model: vLLM engine arguments"
+    )
+    concurrency: PositiveInt | None = Field(
+        None, description="calls at once, in slots of its own; default: the slots all functions share. Of a model: its processes; default 1"
+    )
     per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
     retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
-    deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
+    deadline_s: PositiveFloat | None = Field(None, description="longest call, or batch of a model; default: scorer.deadline_s")
+    format: Literal["chat", "text"] = Field("chat", description="what a model reads: messages by its own chat template, or the bare text")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of a model")
+    max_tokens: PositiveInt | None = Field(None, description="longest prompt and completion a model takes, in its tokens; default: its own")
+
+    @property
+    def reference(self) -> str:
+        """The function's `path:name`, or the model's folder."""
+        return str(self.model) if self.function is None else self.function
 
 
 class EnvironmentSection(Section):

@@ -111,6 +111,9 @@ class EngineSection(Section):
     shares_gpus: bool = Field(
         False, description="engines, process reward model and trainer may lie on the same GPUs; kv_cache_bytes then leaves the others room"
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: on a CPU, linear layers compute in eight bits, quantised from each policy; the trainer keeps model.dtype"
+    )
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
     ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
     silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
@@ -182,7 +185,7 @@ class TrainerSection(Section):
     max_logprob_gap: PositiveFloat | None = Field(
         None,
         description="largest mean |engine - trainer| log-probability at the first step; ten times that for the 0.99 quantile; default 1e-4"
-        " in float32, else 0.1",
+        " in float32, else 0.1, as with engine.quantization",
     )
     max_mismatch_kl: PositiveFloat = Field(
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"

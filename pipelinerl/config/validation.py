@@ -148,6 +148,24 @@ def _adapters_can_be_separate(weights: WeightsSection, lora: LoraSection) -> Ite
         )
 
 
+def _int8_is_for_whole_policies_of_one_rank(engine: EngineSection, weights: WeightsSection) -> Iterator[str]:
+    if engine.quantization == "int8" and engine.num_ranks > 1:
+        yield (
+            f'engine.quantization is "int8", and engine.options spread an engine over {engine.num_ranks} ranks, which quantise nothing.'
+            " Leave one of them out."
+        )
+    if engine.quantization == "int8" and weights.swap_mode not in ("auto", "pointer"):
+        yield (
+            f'engine.quantization is "int8", whose weights change over as a whole, and weights.swap_mode is "{weights.swap_mode}". Set it'
+            ' to "auto".'
+        )
+    if engine.quantization == "int8" and weights.adapters == "separate":
+        yield (
+            'engine.quantization is "int8", which is made of whole policies, and weights.adapters is "separate". Set it to "merged", or'
+            " leave engine.quantization out."
+        )
+
+
 def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights: WeightsSection) -> Iterator[str]:
     ranks = f"engine.options spread an engine over {engine.num_ranks} ranks"
     if (copies := int(engine.options.get("data_parallel_size", 1))) > 1:
@@ -255,6 +273,25 @@ def _steps_have_one_model(prm: PrmSection) -> Iterator[str]:
         yield f"prm.judge.url is {prm.judge.url}, and prm.judge.model does not say whom to ask there."
 
 
+def _rewards_are_functions_or_models(reward: tuple[RewardSection, ...], environment: EnvironmentSection) -> Iterator[str]:
+    for number, one in enumerate(reward):
+        if (one.function is None) == (one.model is None):
+            found = "neither function nor model" if one.function is None else f"function {one.function} and model {one.model}"
+            yield f"reward.{number} names {found}, expected one of them: what scores a completion."
+        elif one.model is None:
+            for key in ("format", "dtype", "max_tokens"):
+                if getattr(one, key) != type(one).model_fields[key].default:
+                    yield f"reward.{number}.{key} is for a reward model, and {one.function} is a function. Leave it out."
+        else:
+            if one.per == "group":
+                yield f'reward.{number}.per is "group", and the model {one.model} scores one completion. Leave it out.'
+            if one.format == "chat" and environment.function is not None:
+                yield (
+                    f"environment.function makes episodes of several turns, and a chat template would take them for one. Set"
+                    f' reward.{number}.format to "text".'
+                )
+
+
 def _early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
     if prm.early_stop.threshold is None:
         return
@@ -285,12 +322,14 @@ _CHECKS = (
     _teachers_are_named_once,
     _adapters_can_be_separate,
     _episodes_go_with,
+    _rewards_are_functions_or_models,
     _steps_have_one_model,
     _fine_tuning_keeps_its_base,
     _sft_stream_has_rows_and_weight,
     _stop_strings_go_with,
     _template_arguments_are_free,
     _early_stop_is_unbiased,
+    _int8_is_for_whole_policies_of_one_rank,
     _ranks_can_take_policies,
 )
 """Each takes the sections it is about, by name."""

@@ -46,6 +46,12 @@ def resolved(config: Config, *, is_dry: bool = False) -> Config:
         section = getattr(config, name)
         if section.path is not None and (folder := folder_of(section.path, f"{name}.path")) != section.path:
             changes[name] = section.model_copy(update={"path": folder})
+    if any(reward.model is not None for reward in config.reward):
+        rewards = enumerate(config.reward)
+        changes["reward"] = tuple(
+            reward.model_copy(update={"model": reward.model and model_folder(reward.model, key=f"reward.{number}.model")})
+            for number, reward in rewards
+        )
     if config.reference.teachers:
         teachers = {name: folder_of(path, f"reference.teachers.{name}") for name, path in config.reference.teachers.items()}
         changes["reference"] = config.reference.model_copy(update={"teachers": teachers})

@@ -69,6 +69,13 @@ def context_of(folder: Path, *, max_tokens: int | None) -> int | None:
     return max_tokens or next((int(tree[key]) for key in _CONTEXT_KEYS if tree.get(key)), None)
 
 
+def sequence_bytes_of(folder: Path, *, dtype: str, max_tokens: int | None) -> int | None:
+    """Bytes of one sequence as long as the context of a model on one rank; None where its config.json does not say enough."""
+    tree, context = text_tree(folder), context_of(folder, max_tokens=max_tokens)
+    token_bytes = _token_bytes(tree, dtype=dtype)
+    return None if context is None or token_bytes is None else context * token_bytes
+
+
 def plan_kv(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, memory_bytes: int, on_cpu: bool) -> KvPlan | None:
     """Size an engine's KV cache; None where config.json does not say enough.
 
@@ -76,7 +83,10 @@ def plan_kv(model: ModelSection, engine: EngineSection, rollout: RolloutSection,
     `ConfigError`, naming our key and the number that would fit, where not even one sequence of the whole context has room.
     """
     tree, context = text_tree(model.path), context_of(model.path, max_tokens=model.max_tokens)
-    token_bytes = _token_bytes(tree, model, engine)
+    cache_dtype = str(engine.options.get("kv_cache_dtype", "auto"))
+    dtype = model.dtype if cache_dtype == "auto" else cache_dtype
+    tensor = int(engine.options.get("tensor_parallel_size", 1))
+    token_bytes = _token_bytes(tree, dtype=dtype, num_stages=engine.num_stages, tensor=tensor)
     if context is None or token_bytes is None:
         return None
     plan = KvPlan(
@@ -130,20 +140,18 @@ def text_tree(folder: Path) -> dict[str, Any]:
     return tree | inner if isinstance(inner := tree.get("text_config"), dict) else tree
 
 
-def _token_bytes(tree: dict[str, Any], model: ModelSection, engine: EngineSection) -> int | None:
-    """Bytes that a token takes in the layers of one rank."""
+def _token_bytes(tree: dict[str, Any], *, dtype: str, num_stages: int = 1, tensor: int = 1) -> int | None:
+    """Bytes that a token takes in the layers of one rank, of `num_stages` times `tensor`."""
     num_layers, num_heads = tree.get("num_hidden_layers"), tree.get("num_attention_heads")
     kinds = set(tree.get("layer_types") or tree.get("layers_block_type") or ())
     if not num_layers or not num_heads or not kinds <= _ATTENTION:
         return None
-    cache_dtype = str(engine.options.get("kv_cache_dtype", "auto"))
-    size = _CACHE_DTYPE_BYTES.get(model.dtype if cache_dtype == "auto" else cache_dtype, 1)
-    layers = -(-int(num_layers) // engine.num_stages)
+    size = _CACHE_DTYPE_BYTES.get(dtype, 1)
+    layers = -(-int(num_layers) // num_stages)
     if tree.get("kv_lora_rank"):
         return layers * (int(tree["kv_lora_rank"]) + int(tree.get("qk_rope_head_dim") or 0)) * size
     head_size = tree.get("head_dim") or int(tree.get("hidden_size") or 0) // int(num_heads)
     key_heads = int(tree.get("num_key_value_heads") or num_heads)
-    tensor = int(engine.options.get("tensor_parallel_size", 1))
     return layers * 2 * max(1, key_heads // tensor) * int(head_size) * size or None
 
 

@@ -1,8 +1,9 @@
-"""Which process takes which GPU of a machine: every rank of an engine, of the process reward model and of the trainer one of its own.
+"""Which process takes which GPU of a machine: every rank of an engine, every reward model and every rank of the trainer one of its own.
 
-Without a word in the settings engines take the first ones, then the process reward model, then the trainer's ranks: the ranks of one engine
-are neighbours. A list (`engine.gpus`, `prm.gpus`, `trainer.gpus`) is dealt in its order, on every machine of a run alike; what it names is
-left out of what the others are dealt. Each process is told its own GPUs on its command line, as UUIDs.
+Without a word in the settings engines take the first ones, then the process reward model, then reward models (`[[reward]] model`), then the
+trainer's ranks: the ranks of one engine are neighbours. A list (`engine.gpus`, `prm.gpus`, `trainer.gpus`) is dealt in its order, on every
+machine of a run alike; what it names is left out of what the others are dealt. Each process is told its own GPUs on its command line, as
+UUIDs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import Role
+from pipelinerl.rewards.calls import component_names
 from pipelinerl.runtime.devices import Gpu, named, said
 from pipelinerl.runtime.parts import share_of
 
-ENGINES, PRM, TRAINER = "engines", "scorer-1", "trainer"
+ENGINES, PRM, REWARDS, TRAINER = "engines", "scorer-1", "scorer-0", "trainer"
 """The processes that compute on GPUs, by their names without the number of the machine."""
 
 
@@ -26,7 +28,7 @@ class Placement:
 
     gpus: tuple[Gpu, ...]
     taken: Mapping[str, tuple[Gpu, ...]]
-    """By `engine-3`, `prm` and `trainer`; the trainer's are in the order of its ranks here."""
+    """By `engine-3`, `prm`, `reward-orm-0` and `trainer`; the trainer's are in the order of its ranks here."""
     first_rank: int = 0
     """The first of the trainer's ranks on this machine."""
 
@@ -51,12 +53,15 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
 
     `is_alone`: the run has no other machine. Raises `ConfigError` with what was found, where it is too little or not what settings name.
     """
-    by_kind = {kind: role for role in roles for kind in (ENGINES, PRM, TRAINER) if role.name == kind or role.name.startswith(f"{kind}-")}
+    by_kind = {
+        kind: role for role in roles for kind in (ENGINES, PRM, REWARDS, TRAINER) if role.name == kind or role.name.startswith(f"{kind}-")
+    }
     ranks = share_of(_part(by_kind.get(TRAINER)), count=config.trainer.ranks) if TRAINER in by_kind else range(0)
     engine_ids = share_of(_part(by_kind.get(ENGINES)), count=config.engine.count) if ENGINES in by_kind else range(0)
     wanted: dict[str, dict[str, int]] = {
         "engine": {f"engine-{number}": config.engine.num_ranks for number in engine_ids} if config.engine.kind == "vllm" else {},
         "prm": {"prm": config.prm.num_ranks} if PRM in by_kind and config.prm.path is not None else {},
+        "reward": dict.fromkeys(_reward_models(config), 1) if REWARDS in by_kind else {},
         "trainer": {TRAINER: len(ranks)} if ranks else {},
     }
     if not gpus:
@@ -66,6 +71,7 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
     given = {
         ENGINES: [taken[f"engine-{number}"] for number in engine_ids if f"engine-{number}" in taken],
         PRM: [taken["prm"]] if "prm" in taken else [],
+        REWARDS: [taken[who] for who in wanted["reward"]],
         TRAINER: [taken[TRAINER]] if TRAINER in taken else [],
     }
     told = {by_kind[kind].name: _arguments(groups) for kind, groups in given.items() if kind in by_kind}
@@ -130,7 +136,15 @@ def _refuse_names(config: Config, parts: Sequence[str]) -> None:
 
 
 def _names(config: Config) -> dict[str, tuple[int | str, ...]]:
-    return {"engine": config.engine.gpus, "prm": config.prm.gpus, "trainer": config.trainer.gpus}
+    return {"engine": config.engine.gpus, "prm": config.prm.gpus, "reward": (), "trainer": config.trainer.gpus}
+
+
+def _reward_models(config: Config) -> Iterator[str]:
+    """Yield a name for each process of each reward model, in the order in which a scorer takes their GPUs."""
+    names = component_names([reward.reference for reward in config.reward])
+    for reward, name in zip(config.reward, names, strict=True):
+        if reward.model is not None:
+            yield from (f"reward-{name}-{slot}" for slot in range(reward.concurrency or 1))
 
 
 def _arguments(groups: Sequence[Sequence[Gpu]]) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from pipelinerl.runtime.process import how_it_ended
 ROWS_DEADLINE_S = 3600.0
 """Longest look at the user's functions and rows; a source on a slow disk may have millions."""
 _PRM_KEYS = {"model": "prm.path", "dtype": "prm.dtype", "max_model_len": "prm.max_tokens"}
+_REWARD_KEYS = {"model": "model", "dtype": "dtype", "max_model_len": "max_tokens"}
 
 
 def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> list[Finding]:
@@ -113,11 +114,27 @@ def _model(config: Config) -> Iterator[Finding]:
 
 def _folders(config: Config) -> Iterator[Finding]:
     """Models beside the policy."""
-    for key, folder in (*config.reference.folders.items(), ("critic.path", config.critic.path), ("prm.path", config.prm.path)):
+    rewards = ((f"reward.{number}.model", reward.model) for number, reward in enumerate(config.reward))
+    beside = (("critic.path", config.critic.path), ("prm.path", config.prm.path))
+    for key, folder in (*config.reference.folders.items(), *beside, *rewards):
         if folder is not None:
             yield from _model_folder(key, folder, "config.json", "*.safetensors")
+    for number, reward in enumerate(config.reward):
+        if reward.model is not None and (reward.model / "config.json").is_file():
+            yield from _length(f"reward.{number}", reward.model, reward.max_tokens, longest=config.rollout.max_tokens)
     if (key_file := config.prm.judge.key_file) is not None and not key_file.is_file():
         yield fail("prm.judge.key_file", f"no file at {key_file} (looked from {Path.cwd()})")
+
+
+def _length(key: str, folder: Path, max_tokens: int | None, *, longest: int) -> Iterator[Finding]:
+    """Compare what a reward model takes with what it may be given; its own tokens may be more or fewer than the policy's."""
+    own = context_of(folder, max_tokens=None)
+    if own and max_tokens and max_tokens > own:
+        yield fail(f"{key}.max_tokens", f"{max_tokens}, but {folder} was made for {own} positions", do=f"lower {key}.max_tokens")
+    takes = max_tokens or own
+    if takes and takes <= longest:
+        found = f"takes {takes} tokens, prompt included, and rollout.max_tokens is {longest}: longer rollouts fail as invalid"
+        yield note(f"{key}.model", found, do="lower rollout.max_tokens, or take a reward model with a longer context")
 
 
 def _model_folder(key: str, folder: Path, *patterns: str) -> Iterator[Finding]:
@@ -144,6 +161,12 @@ def _engine_options(config: Config) -> Iterator[Finding]:
     engine = problems_of_options(config.engine.options, section="engine", installed=installed)
     prm = problems_of_options(config.prm.options, section="prm", installed=installed, own_keys=_PRM_KEYS)
     yield from (fail("", problem) for problem in (*engine, *prm))
+    for number, reward in enumerate(config.reward):
+        if reward.model is not None:
+            section = f"reward.{number}"
+            own_keys = {option: f"{section}.{key}" for option, key in _REWARD_KEYS.items()}
+            problems = problems_of_options(reward.options, section=section, installed=installed, own_keys=own_keys)
+            yield from (fail("", problem) for problem in problems)
 
 
 def _packages(*, otherwise: Level) -> Iterator[Finding]:

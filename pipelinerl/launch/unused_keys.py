@@ -63,7 +63,11 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     yield ("tracking.project",), "wandb" in config.tracking.to, "tracking.to does not name wandb"
     prometheus = ("tracking.prometheus_interface", "tracking.prometheus_port")
     yield prometheus, "prometheus" in config.tracking.to, "tracking.to does not name prometheus"
-    yield ("engine.kv_cache_bytes", "engine.options"), config.engine.kind == "vllm", f"engine.kind is {config.engine.kind}"
+    yield (
+        ("engine.kv_cache_bytes", "engine.quantization", "engine.options"),
+        config.engine.kind == "vllm",
+        f"engine.kind is {config.engine.kind}",
+    )
     has_bfloat16 = config.model.dtype == "bfloat16"
     yield ("trainer.float32_head",), has_bfloat16, f"model.dtype is {config.model.dtype}"
 

@@ -82,8 +82,8 @@ class Prompt(Message, frozen=True):
     columns: dict[str, Any] = {}
     """The source row's other columns, as plain JSON values; they are handed to reward functions by name."""
     chat: tuple[dict[str, Any], ...] = ()
-    """The row's chat messages before the template made `text` of them, for reward functions that take chats; empty where the row holds
-    text."""
+    """The messages of which the chat template made `text`, for rewards that take chats; empty where no template did. Text of a row that
+    becomes a chat (`data.chat`) is one message of the user."""
 
     def __post_init__(self) -> None:
         check_depth(self)

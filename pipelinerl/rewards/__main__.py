@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
     parser.add_argument("--index", type=int, required=True, help="number of this scorer, from 0")
+    parser.add_argument("--gpus", action="append", default=[], help="UUID of a reward model's GPU; once for each process of each model")
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
     with crash_report(arguments.run_folder, name):
@@ -25,7 +26,7 @@ def main() -> None:
         journal = Journal(arguments.run_folder, name)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:
-            Server(config, link=link, journal=journal, scorer_id=arguments.index).run()
+            Server(config, link=link, journal=journal, scorer_id=arguments.index, gpus=arguments.gpus).run()
         finally:
             link.close()
             journal.close()

@@ -12,8 +12,9 @@ which call a worker is running, and when a worker hangs or dies, only that one c
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import Message, Observation, Outcome, ScorerTask
@@ -25,30 +26,48 @@ PACKET_BYTES = 128 << 10
 """Maximum size of a control message. The system's default socket buffer holds one of 200 KiB."""
 
 
+class RewardModel(Message, frozen=True):
+    """How a reward model is loaded and what it reads: keys of its `[[reward]]` section by the same names."""
+
+    path: str
+    """Folder of a sequence classifier with one logit."""
+    format: Literal["chat", "text"]
+    dtype: str
+    max_tokens: int | None
+
+
 class Component(Message, frozen=True):
-    """One reward function or environment, as the config names it."""
+    """One reward function, reward model or environment, as the config names it."""
 
     function: str
-    """`path:name`."""
+    """`path:name`, or the reward model's folder."""
     name: str
     """The short name that `component_names` gives it."""
     options: dict[str, Any]
-    """Arguments of every call beside the row's columns."""
+    """Arguments of every call beside the row's columns; for a reward model, vLLM's engine arguments."""
     is_environment: bool = False
     """True for an environment, which is alone in its pool."""
+    model: RewardModel | None = None
+    """None for a function; a reward model is alone in its pool."""
 
 
 def component_names(references: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of each of these functions in `Score.components`: its own name, or its whole reference where two share a name."""
-    short = [reference.rpartition(":")[2] for reference in references]
+    """Return the name of each of these in `Score.components`: the function's or the folder's; the whole reference where two share it."""
+    short = [_short(reference) for reference in references]
     counts = collections.Counter(short)
     return tuple(reference if counts[name] > 1 else name for name, reference in zip(short, references, strict=True))
 
 
 def reward_weights(rewards: Sequence[RewardSection]) -> dict[str, float]:
-    """Return the weight of each reward function by its name in `Score.components`."""
-    names = component_names([reward.function for reward in rewards])
+    """Return the weight of each reward by its name in `Score.components`."""
+    names = component_names([reward.reference for reward in rewards])
     return {name: reward.weight for name, reward in zip(names, rewards, strict=True)}
+
+
+def _short(reference: str) -> str:
+    """Return the function's name of `path:name`; of a model's folder its last part, or the name that the Hub's cache keeps it under."""
+    hub = re.search(r"models--(?:.*--)?(.+)/snapshots/[^/]+$", reference)
+    return hub[1] if hub else reference.rpartition(":")[2].rpartition("/")[2]
 
 
 class Setup(Message, frozen=True):
@@ -66,6 +85,8 @@ class Spawn(Message, frozen=True):
 
     worker_id: int
     pool: int
+    gpu: str = ""
+    """UUID of the GPU that it computes on; empty where it was dealt none."""
 
 
 class Kill(Message, frozen=True):

@@ -47,6 +47,10 @@ class Runner:
         """Close the event loop on which asynchronous functions ran."""
         self._loop.close()
 
+    def run_each(self, calls: Sequence[Call]) -> Iterator[CallResult]:
+        """Run one call after the other."""
+        return map(self.run, calls)
+
     def run(self, call: Call) -> CallResult:
         """Call the functions; the first one that fails ends the call. Never raises."""
         started_at, begin = time.time(), time.perf_counter()

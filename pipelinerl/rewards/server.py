@@ -32,14 +32,15 @@ class Server:
     ends        on `Stop`: calls under way are killed, requests without an answer are dropped
     """
 
-    def __init__(self, config: Config, *, link: Link, journal: Journal, scorer_id: int) -> None:
+    def __init__(self, config: Config, *, link: Link, journal: Journal, scorer_id: int, gpus: Sequence[str] = ()) -> None:
+        """Take the UUIDs of the `gpus` that reward models were dealt, in the order of `launch.gpus`."""
         self._link = link
         self._journal = journal
         self._scorer_id = scorer_id
         self._num_scored = 0
         self._is_stopped = False
         self._next_load_at = time.monotonic()
-        self._pools = RewardPools(config, journal=journal, name=f"scorer-{scorer_id}")
+        self._pools = RewardPools(config, journal=journal, name=f"scorer-{scorer_id}", gpus=gpus)
 
     def run(self) -> None:
         """Serve until `Stop`. An error is reported to the orchestrator before it ends this process, except `PeerGone`, the loss of the fork

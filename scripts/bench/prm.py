@@ -12,7 +12,6 @@ with blocks of b tokens and K steps in a trace of L, about L + K b / 2 in all, a
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -106,17 +105,15 @@ def traces_of(num_tokens: int, *, num_steps: int) -> list[str]:
 
 def engine_in(folder: Path) -> PrmEngine:
     """A tiny model with room for traces of 4,000 tokens."""
-    from pipelinerl.rewards.prm.vllm import VllmPrm
+    from pipelinerl.rewards.pooling import PoolingModel
 
-    make_prm(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    return VllmPrm(folder, dtype="float32", max_tokens=4096)
+    make_prm(folder, context=4096)
+    return PoolingModel(folder, task="token_classify", dtype="float32", max_tokens=4096)
 
 
 def measure(arguments: Any) -> harness.Measured:
     set_environment()
-    from pipelinerl.rewards.prm.vllm import BLOCK_TOKENS
+    from pipelinerl.rewards.pooling import BLOCK_TOKENS
 
     cases = [(1536, 16)] if arguments.quick else [(1536, 16), (1536, 64), (2048, 8), (2048, 16), (2048, 32)]
     found = harness.Measured(

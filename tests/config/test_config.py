@@ -114,7 +114,29 @@ def test_a_missing_key_says_what_it_is_for():
     (found,) = problems_of(settings)
     assert found.startswith("model is missing")
     (found,) = problems_of(tree(reward=[{"weight": 2.0}]))
-    assert found == "reward.0.function is missing: `path:name`: a file or module and the function in it"
+    assert found == "reward.0 names neither function nor model, expected one of them: what scores a completion."
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "words"),
+    [
+        ("engine", {"options": {"tensor_parallel_size": 2}}, "spread an engine over 2 ranks, which quantise nothing"),
+        ("weights", {"swap_mode": "copy"}, 'weights.swap_mode is "copy". Set it to "auto"'),
+        ("weights", {"adapters": "separate"}, 'weights.adapters is "separate". Set it to "merged"'),
+    ],
+)
+def test_int8_is_for_whole_policies_of_one_rank(section: str, settings: dict, words: str):
+    sections = {"engine": {"quantization": "int8"}, "lora": {"rank": 8}}
+    sections[section] = sections.get(section, {}) | settings
+    assert any(words in problem for problem in problems_of(tree(**sections)))
+
+
+def test_a_reward_is_a_function_or_a_model_and_takes_no_keys_of_the_other():
+    both, keys, group = {"function": "a:b", "model": "m"}, {"function": "a:b", "format": "text"}, {"model": "m", "per": "group"}
+    found = problems_of(tree(reward=[both, keys, group, {"model": "n", "format": "text"}]))
+    assert [line.split(" ")[0] for line in found] == ["reward.0", "reward.1.format", "reward.2.per"]
+    (found,) = problems_of(tree(reward=[{"model": "m"}], environment={"function": "a:b"}))
+    assert 'Set reward.0.format to "text"' in found
 
 
 def test_all_problems_are_shown_at_once():
@@ -122,7 +144,7 @@ def test_all_problems_are_shown_at_once():
         {
             "model": {"dtype": "int4"},
             "data": {"source": "a.jsonl", "shufle": True},
-            "reward": [{"weight": 1.0}],
+            "reward": [{"weigth": 1.0}],
             "trainer": {"steps": -5},
             "colour": "blue",
         }
@@ -131,7 +153,7 @@ def test_all_problems_are_shown_at_once():
         "model.path",
         "model.dtype",
         "data.shufle",
-        "reward.0.function",
+        "reward.0.weigth",
         "trainer.steps",
         "colour",
     ]
@@ -382,6 +404,7 @@ KEYS = [
     "engine.cores",
     "engine.gpus",
     "engine.shares_gpus",
+    "engine.quantization",
     "engine.options",
     "engine.ready_deadline_s",
     "engine.silent_after_s",
@@ -390,6 +413,7 @@ KEYS = [
     "scorer.silent_after_s",
     "scorer.variables",
     "reward.function",
+    "reward.model",
     "reward.weight",
     "reward.per",
     "reward.options",
@@ -397,6 +421,9 @@ KEYS = [
     "reward.per_s",
     "reward.retries",
     "reward.deadline_s",
+    "reward.format",
+    "reward.dtype",
+    "reward.max_tokens",
     "environment.function",
     "environment.max_turns",
     "environment.options",

@@ -123,7 +123,8 @@ class AdapterBench(VllmBench):
 
 
 @pytest.fixture(
-    scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("adapters", marks=pytest.mark.vllm)]
+    scope="module",
+    params=["fake", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "int8", "adapters"))],
 )
 def whole_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     if request.param == "fake":
@@ -143,7 +144,8 @@ def whole_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
                 yield made
         return
     tensors = tiny_models.make_qwen2(folder, tied=False, seed=2)  # greedy, it repeats itself less than others
-    with real_engine.vllm_engine(folder, max_running=4, max_tokens=CONTEXT) as engine:
+    quantization = "int8" if request.param == "int8" else "none"
+    with real_engine.vllm_engine(folder, max_running=4, max_tokens=CONTEXT, quantization=quantization) as engine:
         made = VllmBench(engine, tensors)
         with contextlib.closing(made.publisher):
             yield made

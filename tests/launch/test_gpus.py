@@ -65,6 +65,16 @@ def test_every_rank_of_every_part_has_a_gpu_of_its_own_and_an_engines_ranks_are_
     assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm": [4], "trainer": [5, 6, 7]}
 
 
+def test_each_process_of_a_reward_model_has_a_gpu_of_its_own_and_the_scorer_is_told_them_in_order():
+    rewards = [{"model": "m/small", "concurrency": 2}, {"function": "f:g"}, {"model": "m/large"}]
+    config = settings(reward=rewards)
+    roles, placement = place(config, roles_of(config, Path("run")), some(5))
+    given = {"reward-small-0": [1], "reward-small-1": [2], "reward-large-0": [3]}
+    assert indices(placement) == {"engine-0": [0], **given, "trainer": [4]}
+    (command,) = [role.command for role in roles if role.name == "scorer-0"]
+    assert command[-6:] == ("--gpus", uuid(1), "--gpus", uuid(2), "--gpus", uuid(3))
+
+
 def test_a_pipelines_ranks_count_as_those_that_share_matrices_do():
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     assert indices(placed(8, engine={"options": options}))["engine-0"] == [0, 1, 2, 3]

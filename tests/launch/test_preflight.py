@@ -22,7 +22,7 @@ from pipelinerl.launch.preflight import check
 from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.planning import memory
 from pipelinerl.runtime.findings import Finding, Level, collect, sentences
-from tests.tiny_models import make_qwen2
+from tests.tiny_models import make_classifier, make_qwen2
 
 pytestmark = pytest.mark.process
 
@@ -206,6 +206,24 @@ def test_models_beside_the_policy_are_looked_for_and_one_that_nobody_reads_is_to
     ]
     assert problems[2].startswith("reference.path is nope, and algorithm grpo reads no reference or teacher: nothing would change.")
     assert problems[3].startswith("critic.path is none, and algorithm grpo trains no critic.")
+
+
+def test_a_reward_model_is_looked_at_without_loading_it(settings: Callable[..., Config], model: Path, tmp_path: Path):
+    for name, facts in {"good": {}, "two": {"labels": 2}, "mute": {"template": False}}.items():
+        make_classifier(tmp_path / name, "Qwen2", **facts)
+    rewards = [{"model": name} for name in ("good", "two", "mute", str(model), "nowhere")]
+    rewards += [{"model": "good", "max_tokens": 600, "options": {"dtype": "float32"}}]
+    config = settings(reward=rewards, rollout={"max_tokens": 600})
+    found = failures(look(config))
+    assert len(found) == 3
+    assert "two has 2 labels, expected 1" in found[0]
+    assert "mute has no chat template" in found[1]
+    assert "has the architecture Qwen2ForCausalLM, expected a sequence classifier" in found[2]
+    found = check(config, is_dry=True)
+    assert any("reward.4.model: no folder at nowhere" in line for line in failures(found)), failures(found)
+    assert any("reward.5.max_tokens: 600, but good was made for 512 positions" in line for line in failures(found))
+    assert any("reward.5.options.dtype is reward.5.dtype, which the rest of the run reads" in line for line in failures(found))
+    assert any("reward.0.model: takes 512 tokens, prompt included, and rollout.max_tokens is 600" in line for line in notes(found))
 
 
 def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Config]):

@@ -227,7 +227,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Iterator[Callable[..., Scorer]]:
-    """Start a scorer process with these reward functions: names in `example_rewards.py` or whole references, with a weight or settings."""
+    """Start a scorer process with these rewards, each with a weight or settings: names in `example_rewards.py`, references, or folders."""
     started: list[Scorer] = []
 
     def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 20.0, environment: str = "") -> Scorer:
@@ -239,7 +239,7 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
             "rollout": {"max_tokens": 100},
             "scorer": {"slots": slots, "deadline_s": deadline_s},
             "reward": [
-                {"function": name if ":" in name else f"{REWARDS}:{name}"}
+                ({"model": name} if "/" in name and ":" not in name else {"function": name if ":" in name else f"{REWARDS}:{name}"})
                 | (settings if isinstance(settings, dict) else {"weight": settings})
                 for name, settings in rewards.items()
             ],

@@ -27,13 +27,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     set_environment()
-    from pipelinerl.rewards.prm.vllm import VllmPrm
+    from pipelinerl.rewards.pooling import PoolingModel
 
     folder = tmp_path_factory.mktemp("prm")
     make_prm(folder)
     options = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
     try:
-        yield VllmPrm(folder, dtype="float32", max_tokens=512, options=options)
+        yield PoolingModel(folder, task="token_classify", dtype="float32", max_tokens=512, options=options)
     finally:
         gc.collect()
         asyncio.set_event_loop(None)

@@ -18,9 +18,11 @@ FAST_S = AHEAD_S / 4.5
 """At this speed four calls are handed ahead."""
 
 
-def make_queue(*, num_slots: int, num_requests: int = 0, mean_s: float | None = None, deadline_s: float = 30.0) -> Queue:
+def make_queue(
+    *, num_slots: int, num_requests: int = 0, mean_s: float | None = None, deadline_s: float = 30.0, batch: int | None = None
+) -> Queue:
     """A queue whose workers have loaded, after a first answer that took `mean_s`."""
-    queue = Queue(num_slots=num_slots, deadline_s=deadline_s)
+    queue = Queue(num_slots=num_slots, deadline_s=deadline_s, batch=batch)
     for slot in range(num_slots):
         queue.open(slot)
     if mean_s is not None:
@@ -85,6 +87,38 @@ def test_deadline_counts_from_the_begin_of_each_call_not_from_its_hand_out() -> 
     assert queue.wake_at() == 140.0
     assert queue.overdue(140.0) == [0]
     assert queue.running_s(0, 115.0) == 5.0
+
+
+def test_a_batch_is_what_waits_and_the_next_waits_for_its_end() -> None:
+    queue = make_queue(num_slots=1, num_requests=6, batch=4)
+    handed = queue.hand_out(0.0)
+    assert names(handed) == {0: ["r0", "r1", "r2", "r3"]}
+    assert queue.hand_out(OVERRUN_S * 2) == queue.take_back(OVERRUN_S * 2) == {}, "a batch is as slow as it is"
+    assert queue.wake_at() == 30.0, "its deadline"
+    for ticket in handed[0][:3]:
+        queue.answered(0, ticket.call_id, 1.0, duration_s=FAST_S)
+        assert queue.hand_out(1.0) == {}
+    queue.answered(0, handed[0][3].call_id, 1.0, duration_s=FAST_S)
+    assert names(queue.hand_out(1.0)) == {0: ["r4", "r5"]}
+
+
+def test_a_lost_batch_charges_nobody_and_each_of_it_is_repeated_alone() -> None:
+    queue = make_queue(num_slots=1, num_requests=3, batch=4)
+    first = queue.hand_out(0.0)[0]
+    queue.cancel(number_of("r1"))
+    assert queue.lose(0) is None
+    queue.add(request("new"))
+    queue.open(0)
+    (alone,) = queue.hand_out(1.0)[0]
+    assert alone is first[0]
+    assert queue.hand_out(1.0) == {}, "nothing joins it"
+    charged = queue.lose(0)
+    assert charged is first[0], "it was alone, so it is its own fault"
+    queue.open(0)
+    (alone,) = queue.hand_out(2.0)[0]
+    assert alone is first[2]
+    queue.answered(0, alone.call_id, 2.0, duration_s=FAST_S)
+    assert names(queue.hand_out(2.0)) == {0: ["new"]}
 
 
 def test_lost_slot_charges_the_call_it_ran_and_the_others_run_elsewhere_each_first_in_its_slot() -> None:

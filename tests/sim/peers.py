@@ -170,7 +170,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
     fake = SimulatedEngine(
         fraction=world.engine_error_fraction,
         seed=world.seed + engine_id,
-        max_model_tokens=4096,
+        max_model_tokens=1 << 16,
         max_running=max_running,
         mean_tokens=world.mean_tokens,
         kv_tokens=world.kv_tokens,

@@ -34,6 +34,7 @@ from pipelinerl.engine.budget import Budget, batched_tokens, plan_budget
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
+from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies
 from pipelinerl.engine.vllm.routes import RouteRecorder
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
@@ -77,6 +78,8 @@ class VllmEngine:
 
         `choices` were made before the engine, and are reported with its own.
         """
+        if engine.quantization == "int8":
+            check_kernel()
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
@@ -95,7 +98,7 @@ class VllmEngine:
         self._ranks = Ranks(self._llm) if is_sharded else None
         if self._ranks is not None and engine.num_stages > 1:
             self._ranks.call("policy_pipeline")
-        swap, layout, choice = self._make_swap(Path(model.path), adapters, weights)
+        swap, layout, choice = self._make_swap(Path(model.path), adapters, weights, in_int8=engine.quantization == "int8")
         verify = manifest.verify if self._ranks is None else self._ranks.verify
         self._weights = WeightReceiver(swap, layout=layout, receiver=AutoReceiver(folder=policies), verify=verify)
         self._routes = self._recorder() if model.replay_routing else None
@@ -236,7 +239,7 @@ class VllmEngine:
         )
 
     def _make_swap(
-        self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection
+        self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection, *, in_int8: bool
     ) -> tuple[WeightSwap, tuple[Tensor, ...], str]:
         """Make the swap of policies for this engine; return it, the layout of policies, and a sentence that says why."""
         if adapters is not None:
@@ -261,6 +264,10 @@ class VllmEngine:
         mode, choice = choose_swap_mode(
             weights.swap_mode, obstacles_of(self.model, captures_graphs=captures_graphs), sends_deltas=weights.delta
         )
+        if in_int8 and mode is not SwapMode.POINTER:
+            raise ConfigError(f'engine.quantization is "int8", whose weights change over by a pointer, and here {choice}')
+        if in_int8:
+            return make_int8_swap(self.model, parameters, num_engines=self._num_engines), layout, f"{choice}; linear layers compute in int8"
         if mode is SwapMode.POINTER and (swap := make_packed_swap(self.model, parameters, num_engines=self._num_engines)) is not None:
             return swap, layout, f"{choice}; {swap}"
         return make_swap(mode, parameters, gathers=not captures_graphs, staging=self._staging), layout, choice

@@ -33,22 +33,22 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 class PackedKernels:
     """The kernels of a model's matrices; all of them change over at once."""
 
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Take over the kernels of these layers. `pack` and `exchange` come before the next forward pass."""
+    def __init__(self, layers: Sequence[torch.nn.Module], *, make: Callable[[torch.nn.Module, torch.Tensor], Kernel] | None = None) -> None:
+        """Take over the kernels of these layers. `pack` and `exchange` come before the next forward pass.
+
+        `make` makes a layer's kernel of its weight; by default vLLM's own for it, in full precision.
+        """
         self._kernels: list[Kernel] = []
+        self._make = make or packed_kernel
         self.layers = layers
         for index, layer in enumerate(layers):
             vars(layer)["cpu_linear"] = _Kernel(self, index)
 
     def pack(self, weights: Sequence[torch.Tensor]) -> list[Kernel]:
         """Pack a weight for each layer, which stay as they are; `throttle` is called between two of them."""
-        from vllm.model_executor.layers import utils
-
         made: list[Kernel] = []
-        for weight in weights:
-            holder: Any = types.SimpleNamespace(weight=weight, bias=None)
-            _dispatch(utils)(holder, remove_weight=False)
-            made.append(holder.cpu_linear)
+        for layer, weight in zip(self.layers, weights, strict=True):
+            made.append(self._make(layer, weight))
             throttle()
         return made
 
@@ -59,6 +59,15 @@ class PackedKernels:
 
     def __getitem__(self, index: int) -> Kernel:
         return self._kernels[index]
+
+
+def packed_kernel(layer: torch.nn.Module, weight: torch.Tensor) -> Kernel:
+    """vLLM's kernel for a weight, which stays as it is."""
+    from vllm.model_executor.layers import utils
+
+    holder: Any = types.SimpleNamespace(weight=weight, bias=None)
+    _dispatch(utils)(holder, remove_weight=False)
+    return holder.cpu_linear
 
 
 class _Kernel:

@@ -31,6 +31,7 @@ from pipelinerl.messages import Message
 from pipelinerl.rewards.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
 from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.pool.worker import STACK_FILE, STACK_SIGNAL, run_worker
+from pipelinerl.runtime.devices import show_first
 from pipelinerl.runtime.process import die_with_parent, how_it_ended
 from pipelinerl.transport.codec import Decoder, encode
 
@@ -149,6 +150,8 @@ class ForkServer:
         code = 1
         try:
             self._become_worker(parent, folder)
+            if spawn.gpu:
+                show_first(spawn.gpu)
             run_worker(channel, components=setup.pools[spawn.pool], codec=codec, max_tokens=setup.max_tokens, folder=folder)
             code = 0
         except ConnectionError:

@@ -1,5 +1,5 @@
 """Decides which pools of workers a scorer has. Functions without limits share one pool; a function with limits, a function that compares
-siblings, and an environment have a pool each.
+siblings, a reward model, and an environment have a pool each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from pipelinerl.config import EnvironmentSection, RewardSection, ScorerSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import RequestKind
-from pipelinerl.rewards.calls import Component, component_names
+from pipelinerl.rewards.calls import Component, RewardModel, component_names
+
+MAX_BATCH = 32
+"""Completions handed to a reward model at once. A smaller number leaves its batches half empty; a larger one makes more rollouts wait for
+the longest of them, and repeats more when its process is lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class PoolSpec:
     retries: int = 0
     is_shared: bool = False
     """True for the pool of all functions without limits."""
+    batch: int | None = None
+    """Calls that a slot takes at once, and answers together; None where it runs one after the other."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -35,26 +41,31 @@ class PoolSpec:
 
 def plan_pools(rewards: Sequence[RewardSection], scorer: ScorerSection, environment: EnvironmentSection) -> tuple[PoolSpec, ...]:
     """Return the pools, the shared one first. Raises `ConfigError` where a function is named twice."""
-    references = [reward.function for reward in rewards]
+    references = [reward.reference for reward in rewards]
     for reference, count in collections.Counter(references).items():
         if count > 1:
-            raise ConfigError(f"reward function {reference} is named {count} times: name it once, with the sum of the weights")
+            raise ConfigError(f"reward {reference} is named {count} times: name it once, with the sum of the weights")
     names = component_names(references)
     shared: list[Component] = []
     own: list[PoolSpec] = []
     for reward, name in zip(rewards, names, strict=True):
-        component = Component(function=reward.function, name=name, options=reward.options)
-        if reward.per == "sample" and not any((reward.concurrency, reward.per_s, reward.retries, reward.deadline_s)):
+        component = Component(function=reward.reference, name=name, options=reward.options, model=_model_of(reward))
+        if (
+            component.model is None
+            and reward.per == "sample"
+            and not any((reward.concurrency, reward.per_s, reward.retries, reward.deadline_s))
+        ):
             shared.append(component)
             continue
         own.append(
             PoolSpec(
                 components=(component,),
                 takes=RequestKind.GROUP_REWARD if reward.per == "group" else RequestKind.REWARD,
-                num_slots=reward.concurrency or scorer.slots,
+                num_slots=reward.concurrency or (scorer.slots if component.model is None else 1),
                 deadline_s=reward.deadline_s or scorer.deadline_s,
                 per_s=reward.per_s,
                 retries=reward.retries,
+                batch=None if component.model is None else MAX_BATCH,
             )
         )
     if (function := environment.function) is not None:
@@ -72,3 +83,9 @@ def plan_pools(rewards: Sequence[RewardSection], scorer: ScorerSection, environm
         components=tuple(shared), takes=RequestKind.REWARD, num_slots=scorer.slots, deadline_s=scorer.deadline_s, is_shared=True
     )
     return (first, *own) if shared else tuple(own)
+
+
+def _model_of(reward: RewardSection) -> RewardModel | None:
+    if reward.model is None:
+        return None
+    return RewardModel(path=str(reward.model), format=reward.format, dtype=reward.dtype, max_tokens=reward.max_tokens)

@@ -7,6 +7,7 @@ import dataclasses
 import selectors
 import socket
 import time
+from collections.abc import Sequence
 
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
 from pipelinerl.messages import FunctionKind, Message, Outcome, RequestKind
@@ -59,6 +60,8 @@ class Pool:
     stats: FunctionStats
     failures: Failures
     journal: Journal
+    gpus: Sequence[str] = ()
+    """UUID of each slot's GPU; none where it was dealt none."""
     queue: Queue = dataclasses.field(init=False)
     _busy_s: float = 0.0
     """Seconds of finished calls, including those that were killed."""
@@ -70,7 +73,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        self.queue = Queue(num_slots=spec.num_slots, deadline_s=spec.deadline_s, per_s=spec.per_s, retries=spec.retries)
+        self.queue = Queue(num_slots=spec.num_slots, deadline_s=spec.deadline_s, per_s=spec.per_s, retries=spec.retries, batch=spec.batch)
 
     def total_busy_s(self) -> float:
         """Return the seconds of calls since the start, summed over slots, including calls under way."""
@@ -150,7 +153,7 @@ class Pool:
     # --- workers ---
 
     def _spawn(self, slot: int) -> _Worker:
-        worker_id, channel = self.sandbox.spawn(self.number)
+        worker_id, channel = self.sandbox.spawn(self.number, gpu=self.gpus[slot] if self.gpus else "")
         self.selector.register(channel, selectors.EVENT_READ, data=(self, slot))
         frames = Frames(channel)
         return _Worker(worker_id=worker_id, channel=channel, frames=frames, born_at=time.monotonic(), calling=self.spec.names[0])

@@ -5,9 +5,10 @@ Every pool has its own slots, queue and deadline (`plan`), so a slow judge holds
 
 from __future__ import annotations
 
+import itertools
 import selectors
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipelinerl.config import Config
 from pipelinerl.messages import FunctionFailed, FunctionLoad, Outcome, Request, RequestKind, Result
@@ -25,9 +26,16 @@ class RewardPools:
     """Takes requests and gives answers, in one thread, driven by `wait` and `advance`."""
 
     def __init__(
-        self, config: Config, *, journal: Journal, name: str, stats: FunctionStats | None = None, failures: Failures | None = None
+        self,
+        config: Config,
+        *,
+        journal: Journal,
+        name: str,
+        stats: FunctionStats | None = None,
+        failures: Failures | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
-        """Take the `name` of the scorer, and where its calls are counted."""
+        """Take the `name` of the scorer, where its calls are counted, and the `gpus` that its reward models were dealt, in order."""
         specs = plan_pools(config.reward, config.scorer, config.environment)
         self.num_slots = max(spec.num_slots for spec in specs)
         """Number of requests that can run at once."""
@@ -49,6 +57,7 @@ class RewardPools:
         self._sandbox = Sandbox(setup, variables=config.scorer.variables)
         self._has_ended = False
         """True where the fork server has sent something."""
+        dealt = iter(gpus)
         self._pools = [
             Pool(
                 spec=spec,
@@ -59,6 +68,7 @@ class RewardPools:
                 stats=self._stats,
                 failures=self._failures,
                 journal=journal,
+                gpus=tuple(itertools.islice(dealt, spec.num_slots)) if spec.batch else (),
             )
             for number, spec in enumerate(specs)
         ]

@@ -7,6 +7,9 @@ handed out once more, at the front of the queue, and only to a slot that has not
 is handed out a third time. They are also taken back from a slot whose first call runs for `OVERRUN_S`, so that they need not wait for its
 deadline.
 
+A slot with `batch` takes up to so many calls at once, when it holds none, and answers them together: the deadline is the batch's. When it
+is lost, nobody knows over which of them, so all are handed out once more, each alone; only a call that was alone fails.
+
 A function with a rate or retries has limits: none of its calls is handed over ahead of time, and each begins when rate limit and circuit
 breaker allow it. A try that failed is repeated up to `retries` times, after a pause that doubles; it remains one request and gets one
 answer.
@@ -73,8 +76,11 @@ class _Slot:
 class Queue:
     """The requests that wait and run. Times are seconds on one clock of the caller's choice."""
 
-    def __init__(self, *, num_slots: int, deadline_s: float, per_s: float | None = None, retries: int = 0) -> None:
+    def __init__(
+        self, *, num_slots: int, deadline_s: float, per_s: float | None = None, retries: int = 0, batch: int | None = None
+    ) -> None:
         self.deadline_s = deadline_s
+        self._batch = batch
         self._breaker = CircuitBreaker() if retries else None
         self._limits = [limit for limit in (RateLimit(per_s) if per_s else None, self._breaker) if limit is not None]
         self._retries = retries
@@ -130,9 +136,10 @@ class Queue:
         while self._later and self._later[0][0] <= now:
             self._waiting.appendleft(heapq.heappop(self._later)[2])
         handed: dict[int, list[Ticket]] = {}
-        room = 1 + self._num_ahead()
+        room = self._batch or 1 + self._num_ahead()
+        most_held = 0 if self._batch else room // 2
         slots = [
-            index for index, slot in enumerate(self._slots) if slot.is_ready and len(slot.held) <= room // 2 and not slot.overruns(now)
+            index for index, slot in enumerate(self._slots) if slot.is_ready and len(slot.held) <= most_held and not slot.overruns(now)
         ]
         while self._waiting and slots:
             ticket = self._waiting[0]
@@ -143,7 +150,7 @@ class Queue:
                 break
             index = min(slots, key=lambda index: len(self._slots[index].held))
             slot = self._slots[index]
-            if len(slot.held) >= (1 if ticket.is_rerun else room):
+            if len(slot.held) >= (1 if ticket.is_rerun or self._holds_one_alone(slot) else room):
                 break
             if not slot.held:
                 slot.began_at = now
@@ -183,12 +190,16 @@ class Queue:
         return True
 
     def lose(self, slot: int) -> Ticket | None:
-        """Empty a slot whose worker is gone. Return the ticket that fails, the one it was running; the tickets behind it wait again, at the
-        front.
+        """Empty a slot whose worker is gone. Return the ticket that fails, the one it was running; those behind it, or a whole batch, wait
+        again, at the front.
         """
         lost = self._slots[slot]
-        self._put_back(self._behind(slot))
         charged = lost.held[0] if lost.held else None
+        if self._batch and charged is not None and not charged.is_rerun:
+            self._put_back(list(lost.held))
+            charged = None
+        else:
+            self._put_back(self._behind(slot))
         self._slots[slot] = _Slot()
         return self._finish(charged) if charged is not None and not charged.is_done else None
 
@@ -201,7 +212,7 @@ class Queue:
         to skip.
         """
         taken: dict[int, tuple[int, ...]] = {}
-        for index, slot in enumerate(self._slots):
+        for index, slot in enumerate(() if self._batch else self._slots):
             if slot.has_tail and slot.overruns(now):
                 slot.has_given_back = True
                 behind = self._behind(index)
@@ -214,7 +225,9 @@ class Queue:
         where none of them will.
         """
         times = [
-            slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail else self.deadline_s) for slot in self._slots if slot.held
+            slot.began_at + (min(OVERRUN_S, self.deadline_s) if slot.has_tail and not self._batch else self.deadline_s)
+            for slot in self._slots
+            if slot.held
         ]
         if any(slot.is_ready and not slot.held for slot in self._slots):
             if self._waiting and self._limits:
@@ -228,6 +241,10 @@ class Queue:
 
     def _num_ahead(self) -> int:
         return 0 if self._mean_s is None or self._limits else min(MAX_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-9)))
+
+    def _holds_one_alone(self, slot: _Slot) -> bool:
+        """True where a slot has a call that was in a lost batch, and is to be by itself."""
+        return bool(self._batch and slot.held and slot.held[0].is_rerun)
 
     def _behind(self, slot: int) -> list[Ticket]:
         """Return the tickets queued in a slot behind its first one that were not taken back."""

@@ -92,12 +92,12 @@ class Sandbox:
             raise ConfigError(message.error)
         self._control.setblocking(False)
 
-    def spawn(self, pool: int) -> tuple[int, socket.socket]:
-        """Fork a worker of a pool; return its number and our end of its channel, which does not block."""
+    def spawn(self, pool: int, *, gpu: str = "") -> tuple[int, socket.socket]:
+        """Fork a worker of a pool, on this GPU; return its number and our end of its channel, which does not block."""
         worker_id, self._next_worker_id = self._next_worker_id, self._next_worker_id + 1
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(Spawn(worker_id=worker_id, pool=pool), theirs.fileno())
+            self._send(Spawn(worker_id=worker_id, pool=pool, gpu=gpu), theirs.fileno())
         ours.setblocking(False)
         return worker_id, ours
 

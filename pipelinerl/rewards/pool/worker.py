@@ -1,4 +1,4 @@
-"""A worker process: it loads the functions of its pool and runs one call after the other until its socket closes or it is killed.
+"""A worker process: it loads the functions of its pool, or its reward model, and answers calls until its socket closes or it is killed.
 
 It is forked by `forkserver` with a session, a process group and a temporary folder of its own, and none of the run's secrets. The limits
 here and there protect a run from mistakes in reward code that its operator trusts. A worker has its owner's rights, so code that the
@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +24,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.rewards.calls import Call, Calling, CallResult, Component, Loaded, Refused, Skipped, ToWorker, Withdraw
 from pipelinerl.rewards.functions.jail import lower_limit
+from pipelinerl.rewards.pool.plan import MAX_BATCH
+from pipelinerl.rewards.reward_model.runner import load_reward_model
 from pipelinerl.rewards.runner import Runner, load_functions
 from pipelinerl.runtime.function_errors import place_of
 from pipelinerl.transport.codec import Decoder
@@ -47,29 +49,39 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
     Functions are imported in the folder in which the scorer was started, so that relative paths of plug-ins work; calls run in `folder`.
     """
     faulthandler.enable()
-    limit_resources()
+    limit_resources(bounds_addresses=components[0].model is None)
 
     def send(message: Message) -> None:
         channel.sendall(frame(message))
 
-    try:
-        functions = load_functions(components)
-    except ConfigError as error:
-        send(Refused(error=str(error)))
-        return
-    os.chdir(folder)
-    runner = Runner(functions, codec=codec, max_tokens=max_tokens, entering=lambda name: send(Calling(name=name)))
-    with contextlib.closing(runner), open(folder / STACK_FILE, "w", buffering=1) as stack:
-        _tell_stacks(stack)
-        send(Loaded(places={each.name: place_of(each.function) for each in functions}))
-        _serve(channel, runner.run, send)
+    run: Callable[[Sequence[Call]], Iterable[CallResult]]
+    with contextlib.ExitStack() as open_ones:
+        try:
+            if components[0].model is not None:
+                run = load_reward_model(components[0], decode=codec.decode).run
+                places = {components[0].name: components[0].function}
+            else:
+                functions = load_functions(components)
+                runner = Runner(functions, codec=codec, max_tokens=max_tokens, entering=lambda name: send(Calling(name=name)))
+                open_ones.enter_context(contextlib.closing(runner))
+                run, places = runner.run_each, {each.name: place_of(each.function) for each in functions}
+        except ConfigError as error:
+            send(Refused(error=str(error)))
+            return
+        os.chdir(folder)
+        _tell_stacks(open_ones.enter_context(open(folder / STACK_FILE, "w", buffering=1)))
+        send(Loaded(places=places))
+        _serve(channel, run, send, batch=MAX_BATCH if components[0].model is not None else 1)
 
 
-def limit_resources() -> None:
-    """Forbid core files, bound address space and open files, and have this process killed first when memory runs out."""
+def limit_resources(*, bounds_addresses: bool) -> None:
+    """Forbid core files, bound open files and, but for a model, which maps what it never touches, address space; have this process killed
+    first when memory runs out.
+    """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lower_limit(resource.RLIMIT_CORE, 0)
-    lower_limit(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
+    if bounds_addresses:
+        lower_limit(resource.RLIMIT_AS, min(ADDRESS_SPACE_BYTES, memory_bytes))
     lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
@@ -102,8 +114,10 @@ def _write_task(task: asyncio.Task[object], stack: TextIO) -> None:
     stack.write("\n".join(["Task (most recent call first):", *reversed(lines), ""]))
 
 
-def _serve(channel: socket.socket, run: Callable[[Call], CallResult], send: Callable[[Message], None]) -> None:
-    """Answer one call after the other, until the scorer closes the channel."""
+def _serve(
+    channel: socket.socket, run: Callable[[Sequence[Call]], Iterable[CallResult]], send: Callable[[Message], None], *, batch: int
+) -> None:
+    """Answer up to `batch` calls at a time, in order, until the scorer closes the channel."""
     frames, decoder = Frames(channel), Decoder[Call | Withdraw](ToWorker)
     calls: collections.deque[Call] = collections.deque()
     withdrawn: set[int] = set()
@@ -120,14 +134,11 @@ def _serve(channel: socket.socket, run: Callable[[Call], CallResult], send: Call
                 calls.append(message)
             else:
                 withdrawn.update(message.call_ids)
-        if not calls:
-            continue
-        call = calls.popleft()
-        if call.call_id in withdrawn:
-            withdrawn.discard(call.call_id)
-            send(Skipped(call_id=call.call_id))
-            continue
-        result = run(call)
+        taken = [calls.popleft() for _ in range(min(batch, len(calls)))]
+        wanted = [call for call in taken if call.call_id not in withdrawn]
+        results = {result.call_id: result for result in run(wanted)} if wanted else {}
         if os.getpid() != process_id:
             os._exit(0)  # a function forked, and returned in the child, too: a second answer would be charged to the next call
-        send(result)
+        for call in taken:
+            withdrawn.discard(call.call_id)
+            send(results.get(call.call_id) or Skipped(call_id=call.call_id))

@@ -14,7 +14,6 @@ from pathlib import Path
 from pipelinerl.config import PrmSection
 from pipelinerl.config.file import load_run
 from pipelinerl.engine.environment import set_environment
-from pipelinerl.errors import ConfigError
 from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.codec import load_codec
@@ -64,12 +63,9 @@ def load_scorer(section: PrmSection) -> StepScorer:
         from pipelinerl.rewards.prm.judge import JudgeScorer
 
         return JudgeScorer(section)
-    from pipelinerl.rewards.prm.vllm import VllmPrm
+    from pipelinerl.rewards.pooling import PoolingModel
 
-    try:
-        engine = VllmPrm(section.path, dtype=section.dtype, max_tokens=section.max_tokens, options=section.options)
-    except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
-        raise ConfigError(f"vLLM cannot serve the process reward model {section.path}: {type(error).__name__}: {error}") from error
+    engine = PoolingModel(section.path, task="token_classify", dtype=section.dtype, max_tokens=section.max_tokens, options=section.options)
     return PrmScorer(engine, convention=convention_of(section), version=str(section.path))
 
 

@@ -6,7 +6,7 @@ only for the tokens that it computed, those at the end: row i belongs to token `
 because its tag was cached, is requested once more without the cache; those tokens are counted, too.
 
 Conventions differ between models and are data here (`Convention`): the text that stands after a step, and the rule that makes a score of
-its row. Nothing here imports vLLM: `pipelinerl.rewards.prm.vllm` does, and the tests also run this with an engine made by hand.
+its row. Nothing here imports vLLM: `pipelinerl.rewards.pooling` does, and the tests also run this with an engine made by hand.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Outcome reward models: what their folders must hold, and the runner that scores completions with one."""
