@@ -62,6 +62,8 @@ def test_goals_are_ratios_of_streaming_over_each_of_the_others() -> None:
     assert values["streaming over sync, pace to reward 0.9"] == float("inf")
     assert values["start to first step over TRL's"] == pytest.approx(0.75)
     assert values["reward per sample, area, over the best synchronous system's"] == pytest.approx(0.79 / 0.82)
+    made[peers.LONG_TAIL, "streaming", 0]["reached_s"] = made[peers.LONG_TAIL, "streaming", 2]["reached_s"] = {"0.9": None}
+    assert {goal.value for goal in peers._goals(made) if "pace" in goal.name} == {0.0}
 
 
 def test_a_seed_that_met_another_machine_is_not_the_one_that_judges() -> None:

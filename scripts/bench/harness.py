@@ -6,8 +6,9 @@ a reference in the same run, because machines are noisy, and it knows how fast i
 are measured again. Goals in seconds hold at the speed of the reference machine (`machine.py`). `verdict.py` has the rules.
 
 What was measured is stored with date, machine, its speed, and commit. With `--check` the process exits 0 where every goal was judged and
-met, 1 where one is missed, and 75 (EX_TEMPFAIL of sysexits: try again later) where none is missed but some could not be judged. That is
-neither of the other two: a machine too busy to judge by shows no regression, and "passed" would hide one for as long as it stays so.
+met, 1 where one is missed, and 75 (EX_TEMPFAIL of sysexits: try again later) where none is missed but some could not be judged, or the
+bench has to be called again. That is neither of the other two: a machine too busy to judge by shows no regression, and "passed" would hide
+one for as long as it stays so.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def run(
     watch.works = tuple(works)
     watch.mark()
     if (found := measure(arguments)) is None:
-        return
+        sys.exit(NOT_JUDGED_EXIT if arguments.check else 0)
     watch.mark()
     if works:
         found.notes.append(str(watch))

@@ -250,7 +250,8 @@ def _over(made: Made, figure: Callable[[dict[str, Any]], float], other: str) -> 
     ratios, speeds = [], []
     for seed in SEEDS:
         runs = made[LONG_TAIL, "streaming", seed], made[LONG_TAIL, other, seed]
-        ratios.append(figure(runs[0]) / figure(runs[1]) if figure(runs[1]) else float("inf"))
+        ours, theirs = map(figure, runs)
+        ratios.append(ours / theirs if theirs else float("inf") if ours else 0.0)  # a reward that is never reached has no pace
         speeds.append(harness.Speeds(tuple(speed for run in runs for speed in run["speeds"])))
     return statistics.median(ratios), sorted(speeds, key=lambda one: one.drift)[len(speeds) // 2]
 
