@@ -71,6 +71,8 @@ class DataFacts:
     answer_tokens: tuple[int, ...]
     is_math: bool
     """The answers are numbers or LaTeX."""
+    are_integers: bool
+    """The answers are whole numbers."""
     held_out: str | None
     """A source of the same kind that looks like its held-out rows."""
 
@@ -148,6 +150,7 @@ def look_at_data(source: str, *, model: ModelFacts, prompt_column: str | None, a
         answer_column=answers if said else None,
         answer_tokens=tuple(map(model.num_tokens, said)),
         is_math=bool(said) and float(np.mean([bool(_MATHEMATICAL.search(text)) for text in said])) >= 0.9,
+        are_integers=bool(said) and all(re.fullmatch(r"-?\d+", text) for text in said),
         held_out=_held_out(source),
     )
 

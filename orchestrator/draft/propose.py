@@ -28,6 +28,8 @@ SMALL_PARAMETERS = 1_000_000_000
 """Models with fewer are asked for the bare answer: they rarely gain from reasoning in text, and always pay for it in tokens."""
 WORKED_TOKENS = 512
 """Room for a worked solution where the rows show none. Less cuts solutions of grade-school problems off, which take 100 to 300 tokens."""
+SENTENCE_TOKENS = 32
+"""Room for a number in a sentence, which is how chat models answer before they are trained. Less cuts it off before the number."""
 SHARE_OF_MEMORY = 0.8
 """Part of the memory that a run may be estimated to take: the estimate of activations is rough."""
 MAX_ANSWER_TOKENS = 64
@@ -67,6 +69,8 @@ def propose(model: ModelFacts, data: DataFacts, machine: Machine, *, reward: str
         *_rollout(data, style, sizes),
     ]
     lines += ["", "[[reward]]", f"function = {_quoted(function)}   # {why}"]
+    if data.is_gym and data.are_integers and reward is None:
+        lines += ["options = { pattern = '-?\\d+' }   # its last match is the answer: in a sentence, too, it is right"]
     lines += [*_evaluation(data), *_engine(machine), *_training(machine, fit, sizes)]
     return Proposal(text="\n".join(lines) + "\n", reward_file=reward_file)
 
@@ -161,7 +165,7 @@ def _is_worked_in(data: DataFacts) -> bool:
 def _max_tokens(model: ModelFacts, data: DataFacts, *, style: _Style) -> int:
     """Choose the longest completion: twice what nineteen of twenty answers take, and room to reason where they do not show it."""
     answer = int(np.quantile(data.answer_tokens, 0.95)) if data.answer_tokens else 0
-    wanted = max(2 * answer, WORKED_TOKENS if style.is_worked else 16)
+    wanted = max(2 * answer, WORKED_TOKENS if style.is_worked else SENTENCE_TOKENS if data.are_integers else 16)
     return min(1 << (wanted - 1).bit_length(), max(16, model.context // 2))
 
 

@@ -228,6 +228,7 @@ def test_tasks_of_reasoning_gym_are_scored_by_it_and_held_out_far_from_the_train
     assert said.returncode == 0, said.stderr
     config = load(Path("my.toml"))
     assert config.reward[0].function.endswith("builtin:reasoning_gym")
+    assert config.reward[0].options == {"pattern": r"-?\d+"}, "a number in a sentence is an answer, too"
     assert config.evaluation.source == "reasoning-gym:chain_sum?max_terms=2&max_digits=1&size=256&seed=1000000"
     assert config.data.prompt_column == "prompt"
     wrong = _init(smollm2, "reasoning-gym:chain_sun", "--out", "other.toml")
