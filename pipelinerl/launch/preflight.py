@@ -22,6 +22,7 @@ from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
+from pipelinerl.config.families import check_servable, check_trainable
 from pipelinerl.config.layout import check_layout
 from pipelinerl.data.hub import model_folder
 from pipelinerl.engine.budget import plan_budget
@@ -35,7 +36,7 @@ from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.observe.tracking.beside import missing_packages
 from pipelinerl.planning import memory
 from pipelinerl.runtime.devices import usable_gpus
-from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok
+from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok, warn
 from pipelinerl.runtime.machine import has_gpu, memory_bytes, say_bytes
 from pipelinerl.runtime.process import how_it_ended
 
@@ -53,8 +54,9 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
     """
     has_model = (config.model.path / "config.json").is_file()
     layout = _raised_by(lambda: check_layout(config.trainer.layout, config.model.path)) if has_model else ()
+    servable = _raised_by(lambda: check_servable(config.model.path) if config.engine.kind == "vllm" else None)
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
-    looks = [_model(config), _folders(config), layout, _settings(config), _engine_options(config), trackers]
+    looks = [_model(config), servable, _folders(config), layout, _settings(config), _engine_options(config), trackers]
     if runs_here:
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
     if has_model and config.engine.kind == "vllm":
@@ -110,6 +112,8 @@ def _model(config: Config) -> Iterator[Finding]:
     if wanted and config.rollout.max_tokens >= wanted:
         found = f"{config.rollout.max_tokens}, and the context holds {wanted} tokens, prompt included: no room left for a prompt"
         yield fail("rollout.max_tokens", found, do="lower rollout.max_tokens")
+    if warning := check_trainable(folder):
+        yield warn("", warning)
 
 
 def _folders(config: Config) -> Iterator[Finding]:

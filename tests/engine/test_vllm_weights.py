@@ -33,10 +33,11 @@ class Model(torch.nn.Module):
                 case "embed":
                     self.embed.weight.copy_(tensor)
                 case "q" if self._splits:
-                    self.fused.weight[:3].copy_(tensor[:3])
-                    self.fused.weight[3:6].copy_(tensor[3:])
-                case "q":
-                    self.fused.weight[:6].copy_(tensor)
+                    self.fused.weight[:3].copy_(tensor[3:])
+                    self.fused.weight[3:6].copy_(tensor[:3])
+                case "q":  # in pieces, as vLLM loads what a checkpoint has fused itself
+                    self.fused.weight[:2].copy_(tensor[:2])
+                    self.fused.weight[2:6].copy_(tensor[2:])
                 case "k":
                     self.fused.weight[6:].copy_(tensor)
 

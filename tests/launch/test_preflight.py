@@ -258,6 +258,22 @@ def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., 
     assert any("it was not copied whole" in problem for problem in problems)
 
 
+def test_a_family_that_no_engine_takes_is_refused_and_one_never_tried_is_warned_of(
+    settings: Callable[..., Config], model: Path, tmp_path: Path
+):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tree = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(tree | {"model_type": "gpt_oss"}))
+    problems = failures(check(settings(model={"path": str(other)})))
+    assert any("a gpt_oss cannot be served to train it: vLLM transposes its experts" in problem for problem in problems)
+    (other / "config.json").write_text(json.dumps(tree | {"model_type": "telechat"}))
+    found = check(settings(model={"path": str(other)}))
+    assert not failures(found)
+    (warning,) = sentences(found, Level.WARN)
+    assert "of the family 'telechat', which was never run here" in warning
+
+
 def test_the_memory_bill_by_hand(settings: Callable[..., Config], model: Path):
     """0.1 M parameters P in float32: engine 4 P, trainer 4 P + 4 P of gradients + 8 P of moments; in bfloat16 2 P and 2 + 4 + 8 + 4."""
     weights = memory.read_weights(model)

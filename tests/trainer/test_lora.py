@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl.config.families import FAMILIES, Family
 from pipelinerl.config.layout import Layout
 from pipelinerl.errors import ConfigError
+from tests import families
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, packed_logprobs
 from trainer.build import Trained, state_of
@@ -157,3 +159,17 @@ def test_vllms_own_reader_takes_the_adapter_folder(folders: dict[str, Path], tmp
         assert isinstance(layer.lora_b, torch.Tensor)
         change = layer.lora_b @ layer.lora_a * helper.vllm_lora_scaling_factor
         assert torch.allclose(base[f"{name}.weight"] + change, merged[f"{name}.weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_the_targets_that_the_table_of_families_names_are_there(tmp_path: Path, family: Family) -> None:
+    """Fused matrices among them; merged, an adapter moves the weight that the folder has under that name."""
+    folder = families.make_folder(tmp_path, model_type=family.model_type)
+    targets = tuple(family.lora.split(", "))
+    model = make_model(folder, adapters=Adapters(rank=2, alpha=2.0, targets=targets))
+    before = model.tensors()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters().items():
+            parameter.add_(name.endswith("lora_B"))
+    moved = {name for name, tensor in model.tensors().items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if name.removesuffix(".weight").rpartition(".")[2] in targets and ".experts." not in name}

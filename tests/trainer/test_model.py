@@ -44,6 +44,6 @@ def test_a_float32_head_is_nearer_to_float32_than_a_bfloat16_one(folders: dict[s
 
 
 def test_a_model_that_does_more_to_its_logits_than_a_product_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "capped", family="llama", final_logit_softcapping=30.0)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes logits in a way .* it sets final_logit_softcapping"):
+    folder = make_folder(tmp_path / "scaled", family="llama", lm_head_multiplier=2.0)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes logits in a way .* it sets lm_head_multiplier"):
         make_model(folder)

@@ -32,15 +32,17 @@ def linear_logprobs(
     first_id: int = 0,
     group: dist.ProcessGroup | None = None,
     gives_square_sums: bool = False,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return ([K] float32 log-probability of `targets` [K], [K] float32 entropy in nats), both with gradient.
 
     With `gives_square_sums` also [K] float32, the sum of the squares of all probabilities, without gradient.
 
     They are those of softmax(`hidden` [K, H] @ `weight`.T / `temperature`) in float32. `weight` [V, H] holds the words from `first_id` on
-    where the ranks of `group` split the vocabulary; `hidden` is then the same on all of them, and so is its gradient.
+    where the ranks of `group` split the vocabulary; `hidden` is then the same on all of them, and so is its gradient. With `softcap` c each
+    product x is c tanh(x / c) before the temperature divides it, as in Gemma 2 (arXiv:2408.00118, section 2).
     """
-    outputs: Any = _LinearLogprobs.apply(hidden, weight, targets - first_id, temperature, group, gives_square_sums)
+    outputs: Any = _LinearLogprobs.apply(hidden, weight, targets - first_id, temperature, group, gives_square_sums, softcap)
     return outputs
 
 
@@ -54,6 +56,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         gives_square_sums: bool,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, ...]:
         num, words = len(hidden), len(weight)
         is_here = (targets >= 0) & (targets < words)
@@ -64,7 +67,7 @@ class _LinearLogprobs(torch.autograd.Function):
         tables = _Tables(num, words, count=2, device=hidden.device)
         for piece in tables.pieces:
             logits, powers = tables.of(piece)
-            table = _logits(hidden[piece], weight, temperature, out=logits if kept is None else kept[piece])
+            table = _logits(hidden[piece], weight, temperature, softcap, out=logits if kept is None else kept[piece])
             peak[piece] = table.amax(-1)
             torch.sub(table, peak[piece, None], out=logits)  # so that the differences below are between small numbers
             chosen[piece] = logits.gather(-1, columns[piece, None])[:, 0]
@@ -84,7 +87,7 @@ class _LinearLogprobs(torch.autograd.Function):
         normaliser = peak + total.log()
         entropy = total.log() - energy / total
         ctx.save_for_backward(hidden, weight, columns, is_here, normaliser, entropy, kept)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.temperature, ctx.group, ctx.softcap = temperature, group, softcap
         ctx.set_materialize_grads(False)
         if not gives_square_sums:
             return chosen - total.log(), entropy
@@ -104,7 +107,8 @@ class _LinearLogprobs(torch.autograd.Function):
         tables = _Tables(len(hidden), len(weight), count=1 if to_entropy is None else 2, device=hidden.device)
         for piece in tables.pieces:
             logprobs, *others = tables.of(piece)
-            table = _logits(hidden[piece], weight, ctx.temperature, out=logprobs) if kept is None else kept[piece]
+            table = _logits(hidden[piece], weight, ctx.temperature, ctx.softcap, out=logprobs) if kept is None else kept[piece]
+            through_cap = None if ctx.softcap is None else 1 - (table * (ctx.temperature / ctx.softcap)).square()  # d tanh = 1 - tanh^2
             torch.sub(table, normaliser[piece, None], out=logprobs)
             slope = to_logprobs[piece, None].expand_as(logprobs)
             if to_entropy is not None:  # d entropy / d logit = -p (log p + entropy)
@@ -112,13 +116,15 @@ class _LinearLogprobs(torch.autograd.Function):
                 slope.mul_(to_entropy[piece, None]).add_(to_logprobs[piece, None])
             to_logits = logprobs.exp_().mul_(slope).neg_()
             to_logits.scatter_add_(-1, columns[piece, None], (to_logprobs[piece] * is_here[piece])[:, None])
+            if through_cap is not None:
+                to_logits.mul_(through_cap)
             to_logits = to_logits.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(to_logits, weight, out=to_hidden[piece])
             if to_weight is not None:
                 _add_product(to_weight, to_logits.t(), hidden[piece])
         if ctx.group is not None:
             dist.all_reduce(to_hidden, group=ctx.group)
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _Tables:
@@ -134,12 +140,14 @@ class _Tables:
         return self._tables[:, : piece.stop - piece.start].unbind()
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, *, out: torch.Tensor) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, softcap: float | None, *, out: torch.Tensor) -> torch.Tensor:
     """Fill the table `out` [piece, V]."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     else:
         out.copy_(hidden @ weight.t())
+    if softcap is not None:
+        out.div_(softcap).tanh_().mul_(softcap)
     return out.div_(temperature)
 
 

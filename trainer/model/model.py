@@ -19,18 +19,20 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from pipelinerl.config.families import check_trainable
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
 from trainer.model import attention
 from trainer.model.divergence import divergences
 from trainer.model.head import linear_logprobs
+from trainer.model.logits import LogitRule, logit_rule_of
 from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.model.routing_replay import RoutingReplay
 from trainer.parallel.context import gather_outputs
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.pipeline_stages import stage_of_weights
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.sharding import ParameterSharding, check_head, local, spread
+from trainer.parallel.sharding import ParameterSharding, local, spread
 from trainer.rows.packed_row import PackedRow, TeacherStates
 
 
@@ -86,8 +88,12 @@ class Model:
             module.requires_grad_(not is_frozen)
             if adapters is not None:
                 add_adapters(module, adapters)
-            if not gives_values:
-                check_head(module)
+            rule = LogitRule() if gives_values else logit_rule_of(module)
+            if rule.softcap is not None and divergence_mix is not None:
+                raise ConfigError(
+                    f"{type(module).__name__} caps its logits (final_logit_softcapping), and divergences from a teacher's whole"
+                    " distribution are not written for that: choose another model, or a method that reads the sampled tokens alone (opd)"
+                )
             # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
             module.eval()
             if activation_checkpointing:
@@ -100,7 +106,7 @@ class Model:
             self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
             self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
             """The shapes of all weights of the model, by the name transformers' module has for them."""
-            stage = _Stage(module, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
+            stage = _Stage(module, rule=rule, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
             stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
             if replay_routing:
                 RoutingReplay(module)
@@ -234,7 +240,9 @@ class Model:
 class _Stage(torch.nn.Module):
     """The module that one forward pass runs: one call, so that sharded weights are there for the whole of it."""
 
-    def __init__(self, module: PreTrainedModel, *, temperature: float, has_float32_head: bool, replicas: Replicas, index: int) -> None:
+    def __init__(
+        self, module: PreTrainedModel, *, rule: LogitRule, temperature: float, has_float32_head: bool, replicas: Replicas, index: int
+    ) -> None:
         super().__init__()
         self.rows: Sequence[PackedRow] = ()
         self.length = 0
@@ -249,6 +257,7 @@ class _Stage(torch.nn.Module):
         self._is_last = index == replicas.layout.num_stages - 1
         self._has_float32_head = has_float32_head
         self.module = module
+        self._rule = rule
         self._temperature = temperature
         self._gives_values = module.get_output_embeddings() is None
         self.num_words = 0 if self._gives_values else self._head_weight().shape[0]
@@ -258,7 +267,7 @@ class _Stage(torch.nn.Module):
         self._context = replicas.mesh("context").get_group() if replicas.layout.context > 1 else None
 
     def _head_weight(self) -> torch.Tensor:
-        head: Any = self.module.get_output_embeddings()  # `check_head` has seen it
+        head: Any = self.module.get_output_embeddings()  # `logit_rule_of` has seen it
         return head.weight
 
     def forward(self, given: PackedRow | torch.Tensor, number: torch.Tensor | None = None) -> Any:
@@ -291,6 +300,8 @@ class _Stage(torch.nn.Module):
         weight = local(self._head_weight())
         if self._has_float32_head:
             hidden, weight = hidden.float(), weight.float()
+        if self._rule.factor != 1.0:
+            hidden = hidden * self._rule.factor
         if self.keeps_states:
             self.states = TeacherStates(hidden=hidden.detach(), head=self._kept_head(weight))
         shared: dict[str, Any] = {"temperature": self._temperature, "group": self._group}
@@ -300,6 +311,7 @@ class _Stage(torch.nn.Module):
             row.targets,
             first_id=-(-self.num_words // self._tensor) * self._place,
             gives_square_sums=self.gives_square_sums,
+            softcap=self._rule.softcap,
             **shared,
         )
         if self.divergence_mix is None or not row.teachers:
@@ -357,6 +369,7 @@ def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any)
     """The model, and the names of its parameters that the folder does not hold."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
+    check_trainable(folder)
     transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
     try:
         module, loading = kind.from_pretrained(

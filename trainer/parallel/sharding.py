@@ -32,8 +32,6 @@ from trainer.parallel.replicas import Replicas
 
 _SUMMED_BY_STEP = "replicated_with_grad_allreduce"
 _BY_WORDS = "embedding_rowwise"
-_LOGITS_CHANGED_BY = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-"""Settings of models that do more to a logit than a matrix product."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +42,6 @@ class ParameterSharding:
     """Groups over which this rank's raw sum is still to be added up."""
     num_copies: int = 1
     """Ranks that hold this very piece."""
-
-
-def check_head(module: PreTrainedModel) -> None:
-    """Raise `ConfigError` for a model whose log-probabilities are not those of hidden states times the output embedding."""
-    changed = [name for name in _LOGITS_CHANGED_BY if getattr(module.config, name, None) not in (None, 1.0)]
-    if changed or module.get_output_embeddings() is None or getattr(module.get_output_embeddings(), "bias", None) is not None:
-        reason = f"it sets {', '.join(changed)}" if changed else "its output layer is no plain matrix"
-        raise ConfigError(f"{type(module).__name__} computes logits in a way that is not trained here: {reason}. Choose another model")
 
 
 def spread(

@@ -29,6 +29,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
+from pipelinerl.config.families import check_servable
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.engine.budget import Budget, batched_tokens, plan_budget
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
@@ -78,6 +79,7 @@ class VllmEngine:
 
         `choices` were made before the engine, and are reported with its own.
         """
+        check_servable(Path(model.path))
         if engine.quantization == "int8":
             check_kernel()
         keep_plain_weights()

@@ -146,19 +146,13 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed],
     filled = dict.fromkeys(parameters, 0)
     for name, target, origin, source in recorder.copies:
         box = _box_of(source, checkpoint[origin])
-        if box is None or origin in parts or not target.is_contiguous():
+        offset = offsets[name] + int(target.storage_offset() - parameters[name].storage_offset()) * target.element_size()
+        part = None if box is None or not target.is_contiguous() else _part(origin, box, dtype=target.dtype, offset_bytes=offset)
+        if part is not None and origin in parts:
+            part = _joined(parts[origin], part)
+        if part is None:
             raise ConfigError(f"vLLM splits or reorders {origin} when it fills {name}; such a model cannot yet be swapped by pointer")
-        size = target.element_size()
-        parts[origin] = Part(
-            box=box,
-            tensor=Tensor(
-                name=origin,
-                shape=tuple(source.shape),
-                dtype=str(target.dtype).removeprefix("torch."),
-                offset_bytes=offsets[name] + int(target.storage_offset() - parameters[name].storage_offset()) * size,
-                num_bytes=target.numel() * size,
-            ),
-        )
+        parts[origin] = part
         filled[name] += target.numel()
     unfilled = [name for name, count in filled.items() if count != parameters[name].numel()]
     if unfilled:
@@ -168,6 +162,26 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed],
         )
     placed += [Placed(parameter=twin, offset_bytes=offsets[owner], num_bytes=twin.numel() * twin.element_size()) for twin, owner in twins]
     return placed, parts
+
+
+def _part(name: str, box: Box, *, dtype: torch.dtype, offset_bytes: int) -> Part:
+    shape = tuple(end - first for first, end in box)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    kind = str(dtype).removeprefix("torch.")
+    return Part(box=box, tensor=Tensor(name=name, shape=shape, dtype=kind, offset_bytes=offset_bytes, num_bytes=num_bytes))
+
+
+def _joined(one: Part, other: Part) -> Part | None:
+    """Two pieces of one checkpoint tensor as one, where the second follows the first in the tensor and in memory; None where not.
+
+    A tensor that the checkpoint has fused itself (q, k and v; gate and up) arrives in one piece for each of the things in it.
+    """
+    if not one.box or one.box[0][1] != other.box[0][0] or one.box[1:] != other.box[1:]:
+        return None
+    if one.tensor.offset_bytes + one.tensor.num_bytes != other.tensor.offset_bytes:
+        return None
+    box = ((one.box[0][0], other.box[0][1]), *one.box[1:])
+    return _part(one.tensor.name, box, dtype=getattr(torch, one.tensor.dtype), offset_bytes=one.tensor.offset_bytes)
 
 
 def _box_of(view: torch.Tensor, tensor: torch.Tensor) -> Box | None:
