@@ -47,6 +47,7 @@ def test_help_names_the_first_thing_to_do():
         "demo",
         "init",
         "run",
+        "plan",
         "sft",
         "report",
         "compare",

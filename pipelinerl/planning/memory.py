@@ -1,8 +1,7 @@
 """The memory, shared memory and disk that a run's processes will need, from the model's files alone: nothing is loaded.
 
-Weights, gradients, optimizer state and KV caches are counted; what activations and the libraries themselves take is rough. A row of
-`batch.max_tokens` keeps about 34 bytes of 16 bits per token, layer and hidden unit for the backward pass (arXiv 2205.05198, without its
-attention scores, which are not kept here), or its input alone where layers are computed again.
+The arithmetic is the planner's (`pipelinerl.planning.formulas`); here it is summed over the processes of one machine. Weights, gradients,
+optimizer state and KV caches are counted; what activations and the libraries themselves take is rough.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method
+from pipelinerl.algorithms.method import CRITICS, Method
 from pipelinerl.config import Config
 from pipelinerl.engine.kv import KvPlan
 from pipelinerl.errors import ConfigError
+from pipelinerl.planning.formulas import SHEET
+from pipelinerl.planning.inputs import DTYPE_BYTES, gpu_inputs, run_inputs
+from pipelinerl.planning.shape import shape_of
+from pipelinerl.planning.sheet import Values
 
 ENGINE_BYTES, TRAINER_BYTES, OTHER_BYTES = 700 << 20, 450 << 20, 100 << 20
 """Bytes of an engine with vLLM, a trainer rank with torch, and any other process before they hold a model. On a CPU 530, 350 and 82 MiB
 were measured once everything is imported; the rest is for what a first pass adds."""
 NUM_POLICIES = 3
 """Policies in shared memory while engines keep pace: the one they serve from, the one being fetched, the one being written."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KEPT_PER_UNIT = 34
-"""See the head of this file; of 16 bits, so 17 numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,38 +80,41 @@ def _shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 
 def bill(config: Config, weights: Weights, *, method: Method, kv: KvPlan | None) -> Iterator[Part]:
     """Every kind of process of the run, with what it takes on a machine where all of them are."""
-    policy = weights.num_parameters * _DTYPE_BYTES[config.model.dtype]
-    engines = config.engine.count
-    yield Part(f"weights of {engines} engine{'s' * (engines > 1)}", engines * policy, on_device=True)
+    values = _figures(config, weights, method)
+    engines, ranks = config.engine.count, config.trainer.ranks
+    weights_bytes = round(engines * values["engine_weights_bytes"] * config.engine.num_ranks)
+    yield Part(f"weights of {engines} engine{'s' * (engines > 1)}", weights_bytes, on_device=True)
     if kv is not None and kv.cache_bytes is not None:
         yield Part("KV caches", engines * config.engine.num_ranks * kv.cache_bytes, on_device=True)
     yield Part(f"{NUM_POLICIES} policies in shared memory", shared_bytes(config, weights))
-    yield from _of_trainer(config, weights, method=method)
-    processes = engines * config.engine.num_ranks * ENGINE_BYTES + config.trainer.ranks * TRAINER_BYTES
+    yield from _of_trainer(config, values)
+    if (folder := config.prm.path) is not None and (prm := read_weights(folder).num_parameters):
+        yield Part("weights of the process reward model", prm * DTYPE_BYTES[config.prm.dtype], on_device=True)
+    processes = engines * config.engine.num_ranks * ENGINE_BYTES + ranks * TRAINER_BYTES
     yield Part("the processes themselves", processes + (3 + config.scorer.slots + config.prm.is_used) * OTHER_BYTES, is_sure=False)
-
-
-def _of_trainer(config: Config, weights: Weights, *, method: Method) -> Iterator[Part]:
-    """All ranks of the trainer together."""
-    policy, layout = weights.num_parameters * _DTYPE_BYTES[config.model.dtype], config.trainer.layout
-    yield Part("trainer: weights, gradients, optimizer", layout.copies * trained_bytes(config, weights), on_device=True)
-    if method.needs & CRITICS:
-        yield Part("critic: weights, gradients, optimizer", layout.copies * _full(weights.num_parameters, config), on_device=True)
-    if config.reference.folders and method.needs & REFERENCE_OFFERS and not _is_served_by_adapters(config):
-        yield Part("reference", len(config.reference.folders) * layout.copies * policy, on_device=not config.reference.offload)
-    yield Part("trainer: activations of a row", config.trainer.ranks * _row_bytes(config, weights), is_sure=False, on_device=True)
 
 
 def rank_bytes(config: Config, weights: Weights, *, method: Method) -> int:
     """Count the bytes that one rank of the trainer holds at once on its device."""
-    return sum(part.num_bytes for part in _of_trainer(config, weights, method=method) if part.on_device) // config.trainer.ranks
+    parts = _of_trainer(config, _figures(config, weights, method))
+    return sum(part.num_bytes for part in parts if part.on_device) // config.trainer.ranks
 
 
-def trained_bytes(config: Config, weights: Weights) -> int:
-    """Count the bytes of one copy of the policy in the trainer."""
-    if not config.lora.rank:
-        return _full(weights.num_parameters, config)
-    return weights.num_parameters * _DTYPE_BYTES[config.model.dtype] + _full(adapter_parameters(config, weights), config)
+def _of_trainer(config: Config, values: Values) -> Iterator[Part]:
+    """All ranks of the trainer together."""
+
+    def part(what: str, *names: str, is_sure: bool = True, on_device: bool = True) -> Part:
+        return Part(what, round(config.trainer.ranks * sum(values[name] for name in names)), is_sure=is_sure, on_device=on_device)
+
+    state = ("trainer_weights_bytes", "trainer_gradients_bytes", "trainer_optimizer_bytes")
+    parts = (
+        part("trainer: weights, gradients, optimizer", *state),
+        part("critic: weights, gradients, optimizer", "critic_bytes"),
+        part("reference", "reference_bytes"),
+        part("trainer and reference: offloaded", "offloaded_bytes", on_device=False),
+        part("trainer: activations of a row", "activation_bytes", "head_bytes", "gathered_bytes", is_sure=False),
+    )
+    yield from (one for one in parts if one.num_bytes)
 
 
 def adapter_parameters(config: Config, weights: Weights) -> int:
@@ -125,7 +127,7 @@ def adapter_parameters(config: Config, weights: Weights) -> int:
 def shared_bytes(config: Config, weights: Weights) -> int:
     """Count the bytes of the policies on their way, where they travel through shared memory."""
     num = adapter_parameters(config, weights) if config.lora.rank and config.weights.adapters == "separate" else weights.num_parameters
-    return NUM_POLICIES * num * _DTYPE_BYTES[config.model.dtype]
+    return NUM_POLICIES * num * DTYPE_BYTES[config.model.dtype]
 
 
 def checkpoint_bytes(config: Config, weights: Weights, *, method: Method) -> int:
@@ -134,21 +136,8 @@ def checkpoint_bytes(config: Config, weights: Weights, *, method: Method) -> int
     return 12 * (trained + (weights.num_parameters if method.needs & CRITICS else 0))
 
 
-def _full(num_parameters: int, config: Config) -> int:
-    """Gradients and moments in float32, and, where the model computes in fewer bits, the weights that take the updates."""
-    size = _DTYPE_BYTES[config.model.dtype]
-    return num_parameters * (size + 4 + 8 + (4 if size < 4 else 0))
-
-
-def _row_bytes(config: Config, weights: Weights) -> int:
-    tree: dict[str, Any] = json.loads((config.model.path / "config.json").read_text())
-    tree |= tree.get("text_config") or {}
-    units = int(tree.get("num_hidden_layers") or 0) * int(tree.get("hidden_size") or 0)
-    per_unit = 1 if config.trainer.activation_checkpointing else _KEPT_PER_UNIT // 2
-    tokens = config.batch.max_tokens // (config.trainer.layout.context * config.trainer.layout.tensor * config.trainer.layout.pipeline)
-    return tokens * units * per_unit * _DTYPE_BYTES[config.model.dtype]
-
-
-def _is_served_by_adapters(config: Config) -> bool:
-    """The reference is what the adapters were put on: no second copy is loaded."""
-    return bool(config.lora.rank) and config.reference.path == config.model.path
+def _figures(config: Config, weights: Weights, method: Method) -> Values:
+    tree = json.loads((config.model.path / "config.json").read_text())
+    shape = shape_of(tree | (tree.get("text_config") or {}), origin=str(config.model.path), parameters=weights.num_parameters)
+    inputs = run_inputs(config, shape, method=method, adapter_parameters=adapter_parameters(config, weights) if config.lora.rank else 0)
+    return SHEET.evaluate({**gpu_inputs("h100"), **inputs})  # what is read here hangs on no GPU

@@ -288,7 +288,10 @@ def test_the_memory_bill_by_hand(settings: Callable[..., Config], model: Path):
         assert parts["trainer: weights, gradients, optimizer"] == trainer * num
         assert memory.rank_bytes(config, weights, method=method_of(config)) == trainer * num + parts["trainer: activations of a row"]
         sharded = settings(model={"path": str(model), "dtype": dtype}, trainer={"ranks": 2, "parallel": {"shard": 2}})
-        assert memory.rank_bytes(sharded, weights, method=method_of(sharded)) == trainer * num // 2 + parts["trainer: activations of a row"]
+        parts = {part.what: part.num_bytes for part in memory.bill(sharded, weights, method=method_of(sharded), kv=None)}
+        assert parts["trainer: weights, gradients, optimizer"] == 16 * num, "pieces are float32, and no rounded copy is kept"
+        of_rank = 16 * num // 2 + parts["trainer: activations of a row"] // 2
+        assert memory.rank_bytes(sharded, weights, method=method_of(sharded)) == of_rank
     adapted = settings(lora={"rank": 4, "targets": ["q_proj"]})
     assert memory.adapter_parameters(adapted, weights) == 2 * 4 * (128 + 128), "two layers, 128 in and 128 out"
     assert memory.checkpoint_bytes(adapted, weights, method=method_of(adapted)) == 12 * 2 * 4 * 256

@@ -53,10 +53,10 @@ def page(tables: Tables) -> str:
 class Parts:
     """The scripts and the style sheet of a page: by its Content-Security-Policy they alone act on it, by their digests."""
 
-    def __init__(self, *names: str, also: str = "") -> None:
-        """`names`: files beside those that draw figures; `also`: more of the policy."""
+    def __init__(self, *names: str, also: str = "", made: str = "") -> None:
+        """`names`: files beside those that draw figures; `also`: more of the policy; `made`: a script that is no file, before others."""
         files = (*_PLOTS, *names)
-        self.scripts = [_text(name) for name in files if name.endswith(".js")]
+        self.scripts = [*filter(None, [made]), *(_text(name) for name in files if name.endswith(".js"))]
         self.style = "".join(_text(name) for name in files if name.endswith(".css"))
         allowed = " ".join(map(_digest, self.scripts))
         rest = "base-uri 'none'; form-action 'none'"

@@ -1,0 +1,200 @@
+"""What a trainer rank holds, and how long a step of training takes.
+
+Memory follows `trainer.optimizer` and `trainer.parallel.sharding`: gradients and moments are float32; a rank that holds whole tensors in 16
+bits has a float32 copy that takes the updates; pieces of sharded tensors (FSDP2) are float32 by themselves and gathered layer by layer.
+"""
+
+from __future__ import annotations
+
+from pipelinerl.planning.sheet import Row
+
+TRAINER_MEMORY = (
+    Row("replicas", "", "ranks / (context * tensor * pipeline)", "rows trained at once"),
+    Row("is_sharded", "", "1 if shard > 1 else 0", "1: pieces are float32 and gathered layer by layer (FSDP2)"),
+    Row("weight_share", "ranks", "(shard * context if shard > 1 else 1) * tensor * pipeline", "ranks that share one copy of the weights"),
+    Row(
+        "expert_share",
+        "ranks",
+        "(ranks if shard > 1 else expert * pipeline) if expert > 1 else weight_share",
+        "ranks that share one copy of the experts",
+    ),
+    Row(
+        "rank_parameters",
+        "parameters",
+        "(parameters - expert_parameters) / weight_share + expert_parameters / expert_share",
+        "parameters that one rank holds",
+    ),
+    Row("rank_trained", "parameters", "trained_parameters / parameters * rank_parameters", "of them, those that are trained"),
+    Row("trainer_weights_bytes", "B", "rank_parameters * (4 if is_sharded else dtype_bytes) * (1 - offloads_weights)", "weights"),
+    Row("trainer_gradients_bytes", "B", "4 * rank_trained", "gradients, float32"),
+    Row(
+        "trainer_optimizer_bytes",
+        "B",
+        "rank_trained * (8 + (4 if dtype_bytes < 4 and is_sharded < 1 else 0)) * (1 - offloads_optimizer)",
+        "two moments, and where weights are 16 bits wide the float32 copy that takes the updates",
+    ),
+    Row(
+        "layer_parameters",
+        "parameters",
+        "(parameters - expert_parameters - embedding_tables * embedding_parameters) / layers / tensor"
+        " + expert_parameters / layers / (expert if expert > 1 else tensor)",
+        "one layer, as a rank computes it",
+    ),
+    Row(
+        "gathered_bytes",
+        "B",
+        "is_sharded * (layer_parameters * ((layers / pipeline if pipeline > 1 else 2) * dtype_bytes + 4)"
+        " + embedding_tables * embedding_parameters / tensor / min(pipeline, embedding_tables) * dtype_bytes)",
+        "gathered weights: two layers (with a pipeline all of the rank's), embeddings, and one layer's gradients",
+        "torch.distributed.fsdp.fully_shard: the next layer is fetched ahead; the root is not freed",
+    ),
+    Row("rank_tokens", "tokens", "row_tokens / context", "tokens of a row on one rank"),
+    Row(
+        "layer_kept_bytes",
+        "B",
+        "2 * hidden * (4 + 2 * dtype_bytes)"
+        " + (4 + dtype_bytes) * normed_width / tensor"
+        " + dtype_bytes * (query_width + value_width + (2 * query_width if is_latent else cache_width) + 4 * inner_width) / tensor",
+        "kept per token and layer for the backward pass: norms (their input in float32), queries, keys, values, output, inner tensors",
+        "counted on transformers' own modules by tests/planning; attention scores are not kept (arXiv 2205.14135)",
+    ),
+    Row(
+        "activation_bytes",
+        "B",
+        "rank_tokens * ((layers * hidden * dtype_bytes + layer_kept_bytes) if is_checkpointed else layers * layer_kept_bytes)",
+        "activations: a pipeline's first rank keeps as many rows as it has ranks, of as many times fewer layers",
+        "arXiv 2205.05198 (checkpointing), 2104.04473 (1F1B)",
+    ),
+    Row(
+        "head_bytes",
+        "B",
+        "3 * 4 * min(logit_numbers, rank_tokens * vocabulary / tensor) + 2 * rank_tokens * hidden * dtype_bytes",
+        "tables of logits of one piece, and its ends",
+    ),
+    Row(
+        "critic_bytes",
+        "B",
+        "critics * (trainer_weights_bytes + (trainer_gradients_bytes + trainer_optimizer_bytes) * parameters / trained_parameters)",
+        "the second model that is trained, with its state",
+    ),
+    Row("reference_bytes", "B", "references * rank_parameters * dtype_bytes * (1 - offloads_reference)", "frozen models"),
+    Row(
+        "training_bytes",
+        "B",
+        "trainer_weights_bytes + trainer_gradients_bytes + trainer_optimizer_bytes + gathered_bytes + activation_bytes + head_bytes"
+        " + critic_bytes + reference_bytes + trainer_process_bytes",
+        "all of a rank but policies on their way",
+    ),
+    Row(
+        "chosen_transport",
+        "",
+        "1 if wanted_transport < 1 and mode < 3 and training_bytes + 3 * policy_parameters * dtype_bytes > gpu_bytes * usable_fraction"
+        " else wanted_transport",
+        "how policies do travel: one that finds no room on the first rank's GPU goes through shared memory",
+        "pipelinerl.weights.transports: RoomierSender",
+    ),
+    Row(
+        "published_bytes",
+        "B",
+        "3 * policy_parameters * dtype_bytes if mode < 3 and (chosen_transport < 1 or chosen_transport == 2) else 0",
+        "policies on their way, on the first rank's GPU where the transport keeps them there",
+    ),
+    Row("trainer_rank_bytes", "B", "training_bytes + published_bytes", "all of the fullest rank"),
+    Row(
+        "offloaded_bytes",
+        "B",
+        "offloads_weights * rank_parameters * 4 + offloads_optimizer * rank_trained * (12 + 4 * (1 - is_sharded))"
+        " + offloads_reference * references * rank_parameters * dtype_bytes",
+        "on the host, for each rank",
+    ),
+    Row("trainer_rank_room", "B", "gpu_bytes * usable_fraction - trainer_rank_bytes", "left; below 0 it does not fit"),
+)
+
+TRAINING = (
+    Row("trained_tokens", "tokens", "groups_per_step * group_size * (prompt_tokens + mean_tokens)", "of one step, with prompts"),
+    Row("rows_per_replica", "rows", "max(1, ceil(trained_tokens / (row_tokens * replicas)))", "packed rows of one step"),
+    Row("row_length", "tokens", "trained_tokens / (rows_per_replica * replicas)", "tokens of a packed row, on average"),
+    Row(
+        "mean_context",
+        "tokens",
+        "(prompt_tokens + mean_tokens * (1 + length_cv ** 2)) / 2",
+        "earlier tokens that a trained token attends to, on average",
+    ),
+    Row(
+        "forward_flops",
+        "FLOP",
+        "2 * matmul_parameters + 2 * layers * (query_width + value_width) * mean_context",
+        "one token forward: two for each parameter that multiplies it, and attention",
+        "arXiv 2001.08361 section 2.1; PaLM (2204.02311) appendix B",
+    ),
+    Row(
+        "passes",
+        "",
+        "(3 + is_checkpointed) * epochs + (1 if epochs > 1 else 0) + references + 4 * critics",
+        "forward passes that a token costs; a backward pass counts as two",
+    ),
+    Row(
+        "row_compute_s",
+        "s",
+        "row_length * forward_flops * passes / (context * tensor * pipeline * peak_flops * training_efficiency)",
+        "arithmetic of one row",
+    ),
+    Row(
+        "link_bandwidth",
+        "B/s",
+        "nvlink_bandwidth if weight_share <= gpus_per_node else nic_bandwidth",
+        "slowest link of the ranks that share weights",
+    ),
+    Row(
+        "row_gather_s",
+        "s",
+        "is_sharded * ((2 * dtype_bytes if pipeline <= 1 else dtype_bytes / rows_per_replica) + 4)"
+        " * layer_parameters * layers / pipeline / link_bandwidth",
+        "sharded weights gathered forward and backward, gradients scattered, for every row; hidden behind arithmetic",
+    ),
+    Row(
+        "tensor_bandwidth", "B/s", "nvlink_bandwidth if tensor <= gpus_per_node else nic_bandwidth", "link of the ranks that share matrices"
+    ),
+    Row(
+        "row_reduce_s",
+        "s",
+        "0 if tensor < 2 else 8 * (tensor - 1) / tensor * layers / pipeline * row_length / context * hidden * dtype_bytes"
+        " / tensor_bandwidth",
+        "sums over tensor parallel ranks: two of each layer forward and two backward, each twice over the link",
+        "arXiv 1909.08053 section 3",
+    ),
+    Row(
+        "expert_bandwidth", "B/s", "nvlink_bandwidth if expert <= gpus_per_node else nic_bandwidth", "link of the ranks that share experts"
+    ),
+    Row(
+        "row_expert_s",
+        "s",
+        "0 if expert < 2 else 6 * (expert - 1) / expert * layers / pipeline * row_length / context * experts_per_token * hidden"
+        " * dtype_bytes / expert_bandwidth",
+        "tokens sent to their experts and back, forward and twice backward",
+    ),
+    Row(
+        "bubble",
+        "",
+        "(pipeline - 1) / (rows_per_replica + pipeline - 1)",
+        "part of a pipeline's time in which a rank waits",
+        "arXiv 2104.04473",
+    ),
+    Row("row_s", "s", "(max(row_compute_s, row_gather_s) + row_reduce_s + row_expert_s) / (1 - bubble)", "one row of one replica"),
+    Row("update_bytes", "B", "rank_trained * 28", "an update reads gradient, weight and moments and writes them back"),
+    Row(
+        "update_s",
+        "s",
+        "update_bytes / (host_bandwidth if offloads_optimizer else bandwidth)"
+        " + (0 if replicas <= shard else 8 * rank_trained / link_bandwidth)",
+        "the optimizer's update, and the sum of gradients over copies",
+    ),
+    Row("training_s", "s", "rows_per_replica * row_s + update_s", "the trainer's work on one step"),
+    Row("trained_rate", "tokens/s", "groups_per_step * group_size * mean_tokens / training_s", "T: sampled tokens trained per second"),
+    Row(
+        "training_mfu",
+        "",
+        "trained_tokens * forward_flops * 3 / (training_s * ranks * peak_flops)",
+        "model FLOPs utilisation of the trainer while it works",
+    ),
+)
