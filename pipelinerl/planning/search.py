@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from pipelinerl.config.families import FAMILIES
 from pipelinerl.config.layout import Layout, problems_of
 from pipelinerl.planning.formulas import SHEET
 from pipelinerl.planning.inputs import DIRECT, TRANSPORTS
@@ -141,8 +142,7 @@ def obstacles(inputs: Mapping[str, float], shape: Shape) -> Iterator[str]:
     """Reasons why this project cannot run a placement."""
     yield from problems_of(_layout(inputs), shape=shape.cut())
     yield from engine_obstacles(int(inputs["engine_tensor"]), int(inputs["engine_pipeline"]), shape)
-    if shape.is_latent:
-        yield "multi-head latent attention: an engine keeps matrices made of the weights, which a swap does not make anew"
+    yield from (family.refused for family in FAMILIES if family.model_type == shape.model_type and family.refused)
     if shape.model_type == "kimi_k2":
         yield "transformers has no kimi_k2, so the trainer has none"
     if inputs["transport"] == DIRECT:
