@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.rewards.prm import steps as module
 from pipelinerl.rewards.prm.steps import Splitter, Step
 
 TEXT = "First we add.\n\nThen:\n```python\nx = 1\n\ny = 2\n```\ndone.\n \n\n$$a\n\n= b$$ and\n\\[c\n\nd\\]\n\n\nTail \N{ROCKET} end"
@@ -28,6 +30,21 @@ def split(text: str, *, sizes: Sequence[int] = (1,), max_steps: int = 100, separ
         steps += splitter.feed(token_ids[start : start + size])
         start, turn = start + size, turn + 1
     return steps + splitter.finish()
+
+
+def test_a_fence_that_is_never_closed_is_read_once_however_many_blank_lines_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Marks:
+        num_scanned = 0
+
+        def finditer(self, text: str, start: int) -> Iterator[re.Match[str]]:
+            self.num_scanned += len(text) - start
+            return pattern.finditer(text, start)
+
+    pattern, marks = module._MARKS, Marks()
+    monkeypatch.setattr(module, "_MARKS", marks)
+    text = "```\n" + "x = 1\n\n" * 200
+    assert len(split(text)) == 1
+    assert len(text) - 10 <= marks.num_scanned <= 2 * len(text), "with the few characters in which a mark may have begun"
 
 
 def test_blank_lines_separate_steps_but_not_in_code_or_display_mathematics() -> None:

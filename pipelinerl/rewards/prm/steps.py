@@ -20,6 +20,8 @@ _WINDOW = 8
 """Number of tokens decoded again with every new one, because some tokenizers drop a leading space of the first. A smaller number loses
 spaces; a larger one costs time."""
 _MARKS = re.compile(r"^[ ]{0,3}(?P<fence>```|~~~)|(?P<dollars>\$\$)|(?P<open>\\\[)|(?P<close>\\\])", re.MULTILINE)
+_LONGEST_MARK = 6
+"""Characters of a fence with its indentation: as many may be the beginning of a mark whose rest is still to come."""
 _BLANK_LINE = re.compile(r"\n[ \t]*\n\s*")
 
 
@@ -52,12 +54,20 @@ class Splitter:
         self._ends: list[int] = []
         """Number of characters of the text up to and including each token; tokens that share a character all end with it."""
         self._text = ""
+        self._new: list[str] = []
+        """What is still to be appended to `_text`: each time costs a copy of it."""
+        self._num_characters = 0
+        """Characters of `_text` and `_new`."""
         self._num_read = 0
-        """Number of tokens whose characters are in `_text`."""
+        """Number of tokens whose characters are in these."""
         self._start = 0
         """Character at which the step being written begins."""
         self._searched = 0
         """Character before which the search for separators is done."""
+        self._inside = ""
+        """Code fence or display mathematics that is open in the step being written, as far as that was scanned."""
+        self._num_scanned = 0
+        """Characters of that step in which marks were looked for."""
         self._num_steps = 0
         self._last_end = -1
 
@@ -85,11 +95,14 @@ class Splitter:
         text = self._decode(self._token_ids[before:])
         is_whole = is_last or not text.endswith(_UNFINISHED)
         if is_whole:
-            self._text += text[len(known) :]
+            self._new.append(text[len(known) :])
+            self._num_characters += len(self._new[-1])
             self._num_read = len(self._token_ids)
-            self._ends += [len(self._text)] * (self._num_read - len(self._ends))
+            self._ends += [self._num_characters] * (self._num_read - len(self._ends))
 
     def _cut(self, *, is_last: bool = False) -> list[Step]:
+        self._text += "".join(self._new)
+        self._new.clear()
         steps: list[Step] = []
         position = max(self._start, self._searched)
         while self._num_steps < self._max_steps - 1 and (blank := self._between.search(self._text, position)):
@@ -99,15 +112,32 @@ class Splitter:
                 break  # more white space may follow and belong to the separator, and the next step has not begun
             text = self._text[self._start : blank.start()]
             end = self._token_before(position)
-            if _is_open(text) or end <= self._last_end:
+            if self._is_open(text) or end <= self._last_end:
                 continue
             if text.strip():
                 steps.append(self._step(text.strip(), end=end))
             self._start = position
+            self._inside, self._num_scanned = "", 0
         self._searched = max(position, len(self._text) - self._separator_length)  # a separator may be incomplete at the end
         while self._searched > position and self._text[self._searched - 1].isspace():
             self._searched -= 1
         return steps
+
+    def _is_open(self, text: str) -> bool:
+        """Return true where a code fence or display mathematics that begins in this text of the step does not end in it.
+
+        Only what came since the last question is scanned: a fence that is never closed would otherwise be read again at each blank line.
+        """
+        for mark in _MARKS.finditer(text, self._num_scanned):
+            kind, value = mark.lastgroup, mark[mark.lastgroup or 0]
+            if self._inside:
+                is_end = (kind == "close") if self._inside == "\\[" else value == self._inside
+                self._inside = "" if is_end else self._inside
+            elif kind != "close":
+                self._inside = value
+            self._num_scanned = mark.end()
+        self._num_scanned = max(self._num_scanned, len(text) - _LONGEST_MARK)
+        return bool(self._inside)
 
     def _step(self, text: str, *, end: int) -> Step:
         step = Step(index=self._num_steps, text=text, end=end)
@@ -122,16 +152,3 @@ class Splitter:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._ends[middle] <= position else (low, middle)
         return low - 1
-
-
-def _is_open(text: str) -> bool:
-    """Return true where a code fence or display mathematics that begins in this text does not end in it."""
-    inside = ""
-    for mark in _MARKS.finditer(text):
-        kind, value = mark.lastgroup, mark[mark.lastgroup or 0]
-        if inside:
-            is_end = (kind == "close") if inside == "\\[" else value == inside
-            inside = "" if is_end else inside
-        elif kind != "close":
-            inside = value
-    return bool(inside)
