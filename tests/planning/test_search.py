@@ -70,7 +70,9 @@ def test_a_process_reward_models_gpu_is_left_to_it() -> None:
 def test_a_process_reward_model_that_its_gpu_does_not_hold_is_told() -> None:
     """72 B in 16 bits are 144 GB on one GPU, and 36 on each of four."""
     inputs = inputs_of("Qwen2.5-0.5B") | {"prm_gpus": 1.0, "prm_parameters": 72e9}
-    (told,) = judge(inputs, shape_of("Qwen2.5-0.5B")).problems
+    found = judge(inputs, shape_of("Qwen2.5-0.5B"))
+    assert found.values["prm_rank_room"] == pytest.approx(81_559 * 2**20 * 0.96 - 144e9 - 2 * 2**30)
+    (told,) = found.problems
     assert told == "the process reward model takes 144.0 GB on each GPU: raise prm.options.tensor_parallel_size"
     assert judge(inputs | {"prm_gpus": 4.0}, shape_of("Qwen2.5-0.5B")).problems == ()
 
