@@ -105,7 +105,9 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, kind
 
     With a window W, W queries at a time: those see 2 W - 1 keys at most, so that work grows with L and not with its square.
     """
-    if kind.window is None or key.shape[1] <= kind.window:
+    if kind.window is None:
+        return _attend_all(query, key, value, kind=kind)
+    if key.shape[1] <= kind.window:
         return _attend_all(query, key, value, kind=dataclasses.replace(kind, window=None))
     num_before = key.shape[1] - query.shape[1]
     outputs = []
@@ -127,7 +129,7 @@ def _attend_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, 
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        attn_mask=None if is_causal else ~_hidden(L, S, window=kind.window, device=query.device),
+        attn_mask=None if is_causal else _seen(L, S, window=kind.window, device=query.device),
         is_causal=is_causal,
         scale=kind.scaling,
         enable_gqa=query.shape[2] != key.shape[2],
@@ -142,8 +144,7 @@ def _attend_by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     """
     n, L, H, D = query.shape
     S, G = key.shape[1:3]
-    hidden = torch.zeros(L, S, dtype=query.dtype, device=query.device)
-    hidden = hidden.masked_fill_(_hidden(L, S, window=kind.window, device=query.device), float("-inf")).repeat(H // G, 1)
+    hidden = torch.where(_seen(L, S, window=kind.window, device=query.device), 0.0, float("-inf")).to(query.dtype).repeat(H // G, 1)
     queries = query.unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4).reshape(n * G, H // G * L, D)
     keys = key.permute(0, 2, 3, 1).reshape(n * G, D, S)
     values = value.transpose(1, 2).reshape(n * G, S, value.shape[3])
@@ -158,12 +159,11 @@ def _attend_by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     return torch.bmm(weights, values).view(n, G, H // G, L, -1).permute(0, 3, 1, 2, 4).reshape(n, L, H, -1)
 
 
-def _hidden(num_queries: int, num_seen: int, *, window: int | None, device: torch.device) -> torch.Tensor:
-    """[L, S] bool: which of S tokens each of the last L of them does not see."""
-    everything = torch.ones(num_queries, num_seen, dtype=torch.bool, device=device)
+def _seen(num_queries: int, num_seen: int, *, window: int | None, device: torch.device) -> torch.Tensor:
+    """[L, S] bool: which of S tokens each of the last L of them sees."""
     before = num_seen - num_queries
-    later = everything.triu(before + 1)
-    return later if window is None else later | everything.tril(before - window)
+    earlier = torch.ones(num_queries, num_seen, dtype=torch.bool, device=device).tril(before)
+    return earlier if window is None else earlier.triu(before - window + 1)
 
 
 def _refuse_unknown(name: str, mask: torch.Tensor | None, options: dict[str, Any]) -> None:
