@@ -32,6 +32,8 @@ from tests.sim.long_context import bytes_of
 from tests.tiny_models import make_endless, make_prm
 
 MOST_GROWTH = 1.1
+GAUGES_S = 1.5
+"""After the completions, so that every process has written its gauges once more."""
 DEADLINE_S = 900.0
 """Longest wait for the completions of the longest rollouts."""
 REWARD = """def share(completion: str) -> float:
@@ -75,12 +77,12 @@ def _real(num_tokens: int, folder: Path) -> harness.Row:
     return {
         "generated s": killed_s,
         "resumed s": time.monotonic() - begin - killed_s,
-        "engine computed": _sum_of_lives(lines, "num_tokens", of="engine_id"),
+        "engine computed": _of_ledger(run_folder, "sum(num_tokens)", "generated"),
         "PRM computed": _sum_of_lives(lines, "num_computed", of="prm_id"),
         "trainer computed": trained,
         "ledger MB": (run_folder / "ledger.sqlite").stat().st_size / 1e6,
         "journal MB": sum(path.stat().st_size for path in (run_folder / "journal").glob("*")) / 1e6,
-        "again": _count(run_folder, "issued") - 2,
+        "again": _of_ledger(run_folder, "count(*)", "issued") - 2,
     }
 
 
@@ -136,11 +138,12 @@ def _kill_once_generated(settings: Path, folder: Path) -> Path:
     command = [sys.executable, "-m", "pipelinerl", "run", str(settings)]
     run = subprocess.Popen(command, cwd=folder, start_new_session=True)
     deadline = time.monotonic() + DEADLINE_S
-    while not (found := [path.parent for path in folder.glob("long*/ledger.sqlite")]) or _count(found[0], "scored") < 2:
+    while not (found := [path.parent for path in folder.glob("long*/ledger.sqlite")]) or _of_ledger(found[0], "count(*)", "scored") < 2:
         if run.poll() is not None or time.monotonic() > deadline:
             run.kill()
             raise SystemExit(f"the run of {settings} generated nothing; its output stands above")
         time.sleep(0.02)
+    time.sleep(GAUGES_S)
     for process_id in [run.pid, *_of_run(run.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
@@ -154,12 +157,12 @@ def _of_run(launcher: int) -> list[int]:
     return [process_id for process_id in everybody if launcher in ancestors(process_id)]
 
 
-def _count(run_folder: Path, kind: str) -> int:
-    """Return the number of entries of a kind in the ledger."""
+def _of_ledger(run_folder: Path, what: str, kind: str) -> int:
+    """Return an aggregate over the ledger's entries of a kind; 0 while it is being made."""
     with contextlib.closing(sqlite3.connect(f"file:{run_folder / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
         try:
-            return database.execute("SELECT count(*) FROM events WHERE kind = ?", (kind,)).fetchone()[0]
-        except sqlite3.OperationalError:  # it is being made
+            return database.execute(f"SELECT {what} FROM events WHERE kind = ?", (kind,)).fetchone()[0] or 0
+        except sqlite3.OperationalError:
             return 0
 
 
