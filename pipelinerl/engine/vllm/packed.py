@@ -44,11 +44,15 @@ class PackedKernels:
         for index, layer in enumerate(layers):
             vars(layer)["cpu_linear"] = _Kernel(self, index)
 
-    def pack(self, weights: Sequence[torch.Tensor]) -> list[Kernel]:
-        """Pack a weight for each layer, which stay as they are; `throttle` is called between two of them."""
+    def pack(self, weights: Sequence[torch.Tensor], *, held: Sequence[torch.Tensor] = ()) -> list[Kernel]:
+        """Pack a weight for each layer, which stay as they are; `throttle` is called between two of them.
+
+        `held` are the weights in force: what is as it was, as are all matrices without an adapter, keeps its kernel.
+        """
         made: list[Kernel] = []
-        for layer, weight in zip(self.layers, weights, strict=True):
-            made.append(self._make(layer, weight))
+        for index, (layer, weight) in enumerate(zip(self.layers, weights, strict=True)):
+            is_new = not held or not torch.equal(weight, held[index])
+            made.append(self._make(layer, weight) if is_new else self._kernels[index])
             throttle()
         return made
 
@@ -102,7 +106,8 @@ class PackedSwap:
     def stage(self, buffer: torch.Tensor) -> None:
         self._left.clear()
         self._plain.stage(buffer)
-        self._staged = self._kernels.pack([one.view(buffer) for one in self._placed])
+        held = [one.parameter.data for one in self._placed]
+        self._staged = self._kernels.pack([one.view(buffer) for one in self._placed], held=held)
 
     def commit(self) -> None:
         self._plain.commit()
