@@ -125,7 +125,7 @@ def _long_tail(folder: Path, *, quick: bool) -> Task:
         groups_per_step=8,
         max_tokens=countdown.LONGEST + 8,
         context=countdown.MAX_TOKENS,
-        learning_rate=5e-5,
+        learning_rate=8e-5,
     )
 
 
