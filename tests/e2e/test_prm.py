@@ -16,17 +16,24 @@ import pytest
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.observe.lines import read_journals
 from scripts.chaos import victims
-from tests.tiny_models import make_prm
+from tests.tiny_models import make_classifier, make_prm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def rewards_with(model: Path) -> str:
+    """A rule, and an outcome reward model beside it, as an override."""
+    rule = f'{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}'
+    return f'[{rule}, {{model = "{model}", weight = 0.1, dtype = "float32", deadline_s = 60.0}}]'
 
 
 def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_the_model_is_killed(tmp_path: Path) -> None:
     settings = demo_config(folder=tmp_path, seed=0)
     make_demo_model(tmp_path / "demo-model", seed=0)
     make_prm(tmp_path / "prm")
+    make_classifier(tmp_path / "orm", "Llama")
     overrides = ("run.name=prm", "trainer.steps=12", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=4")
-    overrides += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "run.restart_wait_s=0.0")
+    overrides += (f"reward={rewards_with(tmp_path / 'orm')}", "run.restart_wait_s=0.0")
     overrides += ("model.max_tokens=104", "rollout.max_tokens=96", "algorithm.name=step_reinforce", "checkpoint.every=100")
     overrides += ('algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "prm.early_stop.keep_probability=0.5")
     # Most rollouts are flagged, as soon as may be, and from first to last: some are still being written then, however slow the model is.
@@ -44,7 +51,9 @@ def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_
     output, _ = run.communicate(timeout=150)
     assert run.returncode == 0, output
     lines = read_journals(run_folder)
-    assert sum(line["kind"] == "step" for line in lines) == 12
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert len(steps) == 12
+    assert {frozenset(line["components"]) for line in steps} == {frozenset({"even_length", "orm"})}, "a rule and a model, each apart"
     subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], check=True)
     loads = [line for line in lines if line["kind"] == "load" and "num_trace_tokens" in line]
     best = max(loads, key=lambda line: line["num_uncached_tokens"])
@@ -67,7 +76,8 @@ def test_completions_that_the_engine_writes_are_tried_with_rewards_and_process_r
     settings = demo_config(folder=tmp_path, seed=0)
     make_demo_model(tmp_path / "demo-model", seed=0)
     make_prm(tmp_path / "prm")
-    overrides = [f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]', "algorithm.name=step_reinforce"]
+    make_classifier(tmp_path / "orm", "Llama")
+    overrides = [f"reward={rewards_with(tmp_path / 'orm')}", "algorithm.name=step_reinforce"]
     overrides += ['algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "rollout.max_tokens=16"]
     overrides += [f"prm.path={tmp_path / 'prm'}", "prm.tag=#", "prm.dtype=float32"]
     tried = [sys.executable, "-m", "pipelinerl", "try", str(settings), "--sample", "2", "--rows", "1", *overrides]
@@ -75,6 +85,7 @@ def test_completions_that_the_engine_writes_are_tried_with_rewards_and_process_r
     assert said.returncode == 0, said.stdout + said.stderr
     assert said.stdout.endswith("2 completions tried: every function answered\n")
     assert len(re.findall(r"even_length +[01] x 1 = [01] ", said.stdout)) == 2
+    assert len(re.findall(r"orm +-?[0-9.]+ x 0.1 = ", said.stdout)) == 2
     scores = re.findall(r" (\S+)  \(to token \d+\) ", said.stdout)
     assert len(scores) == 2
     assert all(0 < float(score) < 1 for score in scores)
