@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipelinerl.engine.vllm.experts import PLAIN_ON_DEVICE
 from pipelinerl.engine.vllm.weights import obstacles_of, plan_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.base import num_bytes, views
@@ -125,12 +129,44 @@ class UnquantizedLinearMethod:
     moe_kernel = object()
 
 
+class FlashInferExperts:
+    """Named as vLLM's kernel that swaps gate and up."""
+
+
+class TritonExperts:
+    """Named as the one that leaves them."""
+
+
+def test_on_a_device_only_experts_that_stay_as_they_were_loaded_take_policies():
+    model = Model().to("meta")
+    model.fused.quant_method = method = UnquantizedLinearMethod()  # pyright: ignore[reportArgumentType]
+    method.moe_kernel = SimpleNamespace(fused_experts=FlashInferExperts())
+    assert obstacles_of(model, captures_graphs=False)[SwapMode.COPY] == [
+        "1 layers of experts are rearranged for their kernel, for example fused (FlashInferExperts):"
+        " leave engine.options.moe_backend at triton"
+    ]
+    method.moe_kernel = SimpleNamespace(fused_experts=TritonExperts())
+    assert obstacles_of(model, captures_graphs=False)[SwapMode.COPY] == []
+
+
+def test_the_kernels_that_leave_experts_as_they_were_loaded_are_vllms_own_names():
+    """Both wheels of vLLM have the same Python; what differs is which of it runs."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "model_executor/layers/fused_moe/experts"  # pyright: ignore
+    defined = set(re.findall(r"^class (\w+)\(", "".join(path.read_text() for path in folder.glob("*.py")), re.MULTILINE))
+    assert set(PLAIN_ON_DEVICE) < defined
+    assert "FlashInferExperts" in defined
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
         ("cpu_linear", torch.nn.functional.relu, "1 layers compute with a packed copy of their weight, for example fused"),
         ("quant_method", Fp8LinearMethod(), "1 layers are quantised, for example fused (Fp8LinearMethod): load an unquantised model"),
-        ("quant_method", UnquantizedLinearMethod(), "1 layers of experts are repacked for the CPU, for example fused"),
+        (
+            "quant_method",
+            UnquantizedLinearMethod(),
+            "1 layers of experts are rearranged for their kernel, for example fused (NoneType): no such model can be served here",
+        ),
     ],
 )
 def test_layers_that_compute_with_something_else_than_their_parameters_break_every_way(name: str, value: object, said: str):

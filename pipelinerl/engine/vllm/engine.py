@@ -34,10 +34,11 @@ from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.engine.budget import Budget, batched_tokens, plan_budget
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
+from pipelinerl.engine.vllm.experts import device_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies
-from pipelinerl.engine.vllm.routes import RouteRecorder
+from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
@@ -142,6 +143,8 @@ class VllmEngine:
             raise EngineError(f"vLLM refused {request.rollout_id}: {error}") from error
         self._requests[request.rollout_id] = request_id
         self._rollouts[request_id] = request.rollout_id
+        if self._routes is not None:
+            self._routes.begin(request_id, num_prompt_tokens=len(request.token_ids))
 
     def cancel(self, rollout_id: str) -> None:
         request_id = self._requests.pop(rollout_id, None)
@@ -230,6 +233,8 @@ class VllmEngine:
             del self._rollouts[output.request_id]
             del self._requests[rollout_id]
             self._forget_adapter(rollout_id)
+        if self._routes is not None:
+            self._routes.add(output.request_id, output.routed_experts, num_tokens=len(output.new_token_ids))
         logprobs = output.new_logprobs
         return Chunk(
             rollout_id=rollout_id,
@@ -279,9 +284,11 @@ class VllmEngine:
             return ShardedAdapters(self._ranks, layout=layout, shape=shape)
         return AdapterRows(self._runner.lora_manager._adapter_manager, layout=layout, shape=shape, device=self._runner.device)
 
-    def _recorder(self) -> RouteRecorder:
+    def _recorder(self) -> RouteRecorder | ReturnedRoutes:
         settings: Any = self._llm.model_config.hf_text_config
         num_experts = getattr(settings, "num_experts", None) or getattr(settings, "num_local_experts", 0)
+        if self._llm.vllm_config.aux_output_config.enable_return_routed_experts:
+            return ReturnedRoutes(num_experts=num_experts)
         is_eager = self._llm.vllm_config.model_config.enforce_eager
         return RouteRecorder(self._runner, model=self.model, num_experts=num_experts, is_eager=is_eager)
 
@@ -336,6 +343,7 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         "max_num_seqs": engine.max_running,
         "kv_cache_memory_bytes": _kv_cache_bytes(model, engine, rollout, on_cpu=on_cpu),
         "enforce_eager": on_cpu,
+        **({} if on_cpu else device_options(replay_routing=model.replay_routing)),
         "async_scheduling": False,
         "disable_log_stats": True,
         "skip_tokenizer_init": True,

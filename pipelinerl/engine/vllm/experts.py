@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+PLAIN_ON_DEVICE = ("TritonExperts", "BatchedTritonExperts")
+"""vLLM's kernels on a device that leave experts as they were loaded (vLLM 0.32, `fused_moe/oracle/unquantized.py`). Others swap gate and
+up, or cut them into blocks: a new policy copied in would be taken for what it is not."""
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -55,10 +58,16 @@ def keep_plain_experts() -> None:
     experts.process_weights_after_loading, experts.apply = process_weights_after_loading, apply
 
 
+def device_options(*, replay_routing: bool) -> dict[str, Any]:
+    """Options of vLLM on a device, by which experts stay as they were loaded and, for the trainer to replay, are told."""
+    return {"moe_backend": "triton"} | ({"enable_return_routed_experts": True} if replay_routing else {})
+
+
 def has_plain_experts(method: Any) -> bool:
     """True for a layer's method that computes with the parameters it was loaded with, or is not one of experts."""
     kernel = getattr(method, "moe_kernel", None)
-    return kernel is None or getattr(getattr(kernel, "fused_experts", None), "has_plain_weights", False)
+    experts = getattr(kernel, "fused_experts", None)
+    return kernel is None or getattr(experts, "has_plain_weights", False) or type(experts).__name__ in PLAIN_ON_DEVICE
 
 
 def compute_experts(

@@ -2,7 +2,10 @@
 
 vLLM's routers call a hook with what they chose, one call per layer, rows in the order of the batch. Rows are filed under their request and
 their position: a sequence that is preempted and computed again overwrites its rows with those that count. What the prefix cache spared is
-not computed, hence not known. vLLM's own way to return routes needs a newer model runner than there is for CPUs.
+not computed, hence not known.
+
+vLLM's own way to return routes (`enable_return_routed_experts`) needs a newer model runner than there is for CPUs, and is taken on GPUs:
+there no hook sees what a captured graph chooses, and what the prefix cache spared is known, too.
 """
 
 from __future__ import annotations
@@ -16,8 +19,46 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Routes
 
 
+class ReturnedRoutes:
+    """The routes of all running requests, as vLLM returns them beside their tokens: rows [tokens, layers, k] that follow on each other."""
+
+    def __init__(self, *, num_experts: int) -> None:
+        self._dtype = dtype_for(num_experts)
+        self._parts: dict[str, list[np.ndarray]] = {}
+        self._num_tokens: dict[str, int] = {}
+        """Of the prompt and what was sampled so far, by request."""
+
+    def begin(self, request_id: str, *, num_prompt_tokens: int) -> None:
+        """Expect the routes of a request."""
+        self._parts[request_id], self._num_tokens[request_id] = [], num_prompt_tokens
+
+    def add(self, request_id: str, rows: np.ndarray | None, *, num_tokens: int) -> None:
+        """Note what came with so many new tokens; None where nothing did."""
+        self._num_tokens[request_id] += num_tokens
+        if rows is not None:
+            self._parts[request_id].append(rows.astype(self._dtype))
+
+    def take(self, request_id: str) -> Routes | None:
+        """The routes of a finished request, for every token but its last, and forget them; None where they are not one row for each.
+
+        So a request that was preempted and returned some of its rows twice, or not all, trains as one whose routes are not known.
+        """
+        parts, num_tokens = self._parts.pop(request_id, []), self._num_tokens.pop(request_id, 0)
+        if not parts or sum(map(len, parts)) != num_tokens - 1:
+            return None
+        return routes_of(np.concatenate(parts))
+
+    def forget(self, request_id: str | None = None) -> None:
+        """Drop what is known of a request that was cancelled; by default of all."""
+        for known in (self._parts, self._num_tokens):
+            if request_id is None:
+                known.clear()
+            else:
+                known.pop(request_id, None)
+
+
 class RouteRecorder:
-    """The routes of all running requests."""
+    """The routes of all running requests, by a hook in every router."""
 
     def __init__(self, runner: Any, *, model: Any, num_experts: int, is_eager: bool) -> None:
         """`runner` is vLLM's model runner. Raises `ConfigError` for a model without routers, and where passes are replayed from graphs."""
@@ -39,6 +80,12 @@ class RouteRecorder:
         runner.execute_model = self._recorded
         for layer, router in enumerate(routers):
             router.set_capture_fn(self._capture(layer))
+
+    def begin(self, request_id: str, *, num_prompt_tokens: int) -> None:
+        """A request is known by its first pass."""
+
+    def add(self, request_id: str, rows: np.ndarray | None, *, num_tokens: int) -> None:
+        """Its passes were recorded already."""
 
     def take(self, request_id: str) -> Routes | None:
         """The routes of a finished request, for every token but its last, and forget them; None where no pass was recorded."""

@@ -88,7 +88,7 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
     packed = [name for name, module in modules.items() if not is_plain(getattr(module, "cpu_linear", functional.linear))]
     methods = {name: getattr(module, "quant_method", None) for name, module in modules.items()}
     quantised = [name for name, method in methods.items() if method and not type(method).__name__.startswith("Unquantized")]
-    repacked = [name for name, method in methods.items() if not has_plain_experts(method) and not _is_elsewhere(modules[name])]
+    repacked = [name for name, method in methods.items() if not has_plain_experts(method)]
     reasons = []
     if packed:
         reasons.append(f"{len(packed)} layers compute with a packed copy of their weight, for example {packed[0]}")
@@ -96,7 +96,9 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
         method = type(methods[quantised[0]]).__name__
         reasons.append(f"{len(quantised)} layers are quantised, for example {quantised[0]} ({method}): load an unquantised model")
     if repacked:
-        reasons.append(f"{len(repacked)} layers of experts are repacked for the CPU, for example {repacked[0]}")
+        kernel = type(getattr(methods[repacked[0]].moe_kernel, "fused_experts", None)).__name__  # pyright: ignore[reportOptionalMemberAccess]
+        do = "leave engine.options.moe_backend at triton" if _is_elsewhere(modules[repacked[0]]) else "no such model can be served here"
+        reasons.append(f"{len(repacked)} layers of experts are rearranged for their kernel, for example {repacked[0]} ({kernel}): {do}")
     return reasons
 
 
