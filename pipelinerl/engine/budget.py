@@ -12,12 +12,13 @@ model's dtype and in float32, log-probabilities, probabilities, and their order 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection
 from pipelinerl.engine.kv import KvPlan, plan_kv, text_tree
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.devices import Gpu
 from pipelinerl.runtime.machine import say_bytes
 
 MAX_BATCHED_TOKENS = 8192
@@ -65,6 +66,28 @@ class Budget:
     def utilization(self) -> float:
         """The part of the GPU's memory that vLLM looks for when it starts: all but what others hold and the policy beside it."""
         return max(0.01, (self.weights_bytes + self.pass_bytes + self.cache_bytes) / self.total_bytes)
+
+
+def plan_on(
+    gpus: Sequence[Gpu],
+    model: ModelSection,
+    engine: EngineSection,
+    rollout: RolloutSection,
+    *,
+    num_parameters: int,
+    stages_policies: bool,
+) -> Budget | None:
+    """Divide the GPUs of one engine, of which the fullest counts; see `plan_budget`."""
+    fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
+    return plan_budget(
+        model,
+        engine,
+        rollout,
+        total_bytes=fullest.total_bytes,
+        free_bytes=fullest.free_bytes,
+        num_parameters=num_parameters,
+        stages_policies=stages_policies,
+    )
 
 
 def plan_budget(

@@ -25,7 +25,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.families import check_servable, check_trainable
 from pipelinerl.config.layout import check_layout
 from pipelinerl.data.hub import model_folder
-from pipelinerl.engine.budget import plan_budget
+from pipelinerl.engine.budget import plan_on
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
 from pipelinerl.engine.options import problems_of_options
 from pipelinerl.errors import ConfigError
@@ -201,13 +201,11 @@ def _gpus(config: Config, *, is_dry: bool) -> Iterator[Finding]:
     _, placement = place(config, roles_of(config, config.run.folder), gpus)
     yield from (ok("GPUs", line) for line in placement.table())
     if (own := placement.taken.get("engine-0")) and (config.model.path / "config.json").is_file():
-        fullest = min(own, key=lambda gpu: gpu.free_bytes)
-        budget = plan_budget(
+        budget = plan_on(
+            own,
             config.model,
             config.engine,
             config.rollout,
-            total_bytes=fullest.total_bytes,
-            free_bytes=fullest.free_bytes,
             num_parameters=memory.read_weights(config.model.path).num_parameters,
             stages_policies=not config.lora.rank or config.weights.adapters == "merged",
         )

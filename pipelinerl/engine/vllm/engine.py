@@ -31,7 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.config.families import check_servable
 from pipelinerl.engine.base import Chunk, Limits
-from pipelinerl.engine.budget import Budget, batched_tokens, plan_budget
+from pipelinerl.engine.budget import Budget, batched_tokens, plan_on
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
 from pipelinerl.engine.vllm.experts import device_options
@@ -376,16 +376,7 @@ def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection,
     if not gpus or not torch.cuda.is_available():
         return None
     num_parameters = sum(math.prod(shape) for shape in checkpoint_shapes(Path(model.path)).values())
-    fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
-    return plan_budget(
-        model,
-        engine,
-        rollout,
-        total_bytes=fullest.total_bytes,
-        free_bytes=fullest.free_bytes,
-        num_parameters=num_parameters,
-        stages_policies=stages_policies,
-    )
+    return plan_on(gpus, model, engine, rollout, num_parameters=num_parameters, stages_policies=stages_policies)
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:
