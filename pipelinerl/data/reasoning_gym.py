@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import urllib.parse
 from collections.abc import Mapping
@@ -52,19 +53,19 @@ def dataset_of(spec: str) -> Any:
     """Return the `ProceduralDataset` of a spec. Raises `ConfigError`: the package, the name, an option or its value is wrong."""
     name, options = parse(spec)
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        package = importlib.import_module("reasoning_gym")
+        generators = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as error:
         raise ConfigError(f"{spec} needs the package reasoning-gym ({error}): pip install 'pipelinerl[gym]'") from None
-    if name not in DATASETS:
-        hint = nearest(name, DATASETS) or f": it has {', '.join(sorted(DATASETS))}"
+    if name not in generators:
+        hint = nearest(name, generators) or f": it has {', '.join(sorted(generators))}"
         raise ConfigError(f"{spec}: reasoning-gym has no dataset {name!r}{hint}")
-    fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    fields = [field.name for field in dataclasses.fields(generators[name][1])]
     for option in options:
         if option not in fields:
             raise ConfigError(f"{spec}: {name} has no option {option!r}{nearest(option, fields)}; it has {', '.join(fields)}")
     try:
-        return reasoning_gym.create_dataset(name, **{"seed": 0, **options})
+        return package.create_dataset(name, **{"seed": 0, **options})
     except Exception as error:  # a generator checks its config by assertions, and compares whatever it was given
         raise ConfigError(f"{spec}: {name} refuses its options: {type(error).__name__}: {error}") from error
 

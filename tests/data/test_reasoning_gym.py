@@ -73,8 +73,7 @@ def test_a_wrong_name_or_option_is_told_with_the_nearest(spec: str, words: str) 
 
 @with_gym
 def test_rows_are_those_of_the_package_and_the_seed() -> None:
-    import reasoning_gym
-
+    reasoning_gym = importlib.import_module("reasoning_gym")
     rows = open_rows(DataSection.model_validate({"source": SUMS, "prompt_column": "question", "shuffle": False}), seed=99)
     assert isinstance(rows, Table)
     assert len(rows) == 20
@@ -91,8 +90,7 @@ def test_rows_are_those_of_the_package_and_the_seed() -> None:
 @with_gym
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "rearc", "propositional_logic", "knights_knaves", "graph_color"])
 def test_the_reward_is_the_generators_own_score_of_a_row_that_went_through_json(name: str) -> None:
-    import reasoning_gym
-
+    reasoning_gym = importlib.import_module("reasoning_gym")
     spec = f"reasoning-gym:{name}?size=4&seed=3"
     for number, entry in enumerate(reasoning_gym.create_dataset(name, size=4, seed=3)):
         row: dict[str, Any] = json.loads(json.dumps(json_value(GymRows(spec, prompt_column="prompt")[number])))

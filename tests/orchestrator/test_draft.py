@@ -72,7 +72,7 @@ def _proposed(
 def test_worked_sums_are_compared_as_mathematics_and_have_room_to_be_worked(smollm2: Path) -> None:
     _jsonl("test.jsonl", GSM8K)
     config, text = _proposed(smollm2, _jsonl("train.jsonl", GSM8K))
-    assert config.reward[0].function.endswith("builtin:math")
+    assert config.reward[0].reference.endswith("builtin:math")
     assert (config.data.prompt_column, config.data.chat) == ("question", True)
     assert config.data.system_prompt is not None
     assert "boxed" in config.data.system_prompt
@@ -96,12 +96,12 @@ def test_a_data_set_of_the_hub_brings_its_test_split(smollm2: Path, tmp_path: Pa
         _parquet(str(folder / f"{split}-00000-of-00001.parquet"), GSM8K)
     config, _ = _proposed(smollm2, "openai/gsm8k:main/train")
     assert (config.data.source, config.evaluation.source) == ("openai/gsm8k:main/train", "openai/gsm8k:main/test")
-    assert config.reward[0].function.endswith("builtin:math")
+    assert config.reward[0].reference.endswith("builtin:math")
 
 
 def test_short_texts_are_compared_as_they_are(smollm2: Path) -> None:
     config, _ = _proposed(smollm2, _parquet("rows.parquet", CAPITALS))
-    assert config.reward[0].function.endswith("builtin:exact_match")
+    assert config.reward[0].reference.endswith("builtin:exact_match")
     assert config.data.system_prompt == "Reply with the answer alone."
     assert config.rollout.max_tokens == 16
 
@@ -120,7 +120,7 @@ def test_chats_are_taken_as_they_are(smollm2: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": 4}] * 4
     config, _ = _proposed(smollm2, _jsonl("rows.jsonl", rows))
     assert (config.data.prompt_column, config.data.chat) == ("messages", False)
-    assert config.reward[0].function.endswith("builtin:math")
+    assert config.reward[0].reference.endswith("builtin:math")
 
 
 def test_a_chat_template_with_a_switch_for_thoughts_is_asked_not_to_think(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_tasks_of_reasoning_gym_are_scored_by_it_and_held_out_far_from_the_train
     said = _init(smollm2, "reasoning-gym:chain_sum?max_terms=2&max_digits=1&size=300")
     assert said.returncode == 0, said.stderr
     config = load(Path("my.toml"))
-    assert config.reward[0].function.endswith("builtin:reasoning_gym")
+    assert config.reward[0].reference.endswith("builtin:reasoning_gym")
     assert config.reward[0].options == {"pattern": r"-?\d+"}, "a number in a sentence is an answer, too"
     assert config.evaluation.source == "reasoning-gym:chain_sum?max_terms=2&max_digits=1&size=256&seed=1000000"
     assert config.data.prompt_column == "prompt"
