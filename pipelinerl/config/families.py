@@ -1,7 +1,8 @@
 """Families of models that were run here, those known not to work, and what else config.json tells of a model before it is loaded.
 
-docs/models.md shows the table and says what was run. A family that is not in it may work: the trainer runs transformers' own code for it,
-and the first step compares its log-probabilities with the engine's before anything is updated.
+`tests/e2e/test_families.py` takes every family of the table that is not refused through load, agreement, swap and export; docs/models.md
+shows the table. A family that is not in it may work: the trainer runs transformers' own code for it, and the first step compares its
+log-probabilities with the engine's before anything is updated.
 
 Imports no torch: a head node can refuse a model before anything runs.
 """
