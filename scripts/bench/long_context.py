@@ -50,6 +50,9 @@ def measure(arguments: Any) -> harness.Measured:
     short, long = found.rows
     for name in list(short)[1:]:
         if name.endswith(("MB", "computed")):
+            if not short[name]:
+                found.notes.append(f"{name}: nothing was counted in the short run, so its growth is not known")
+                continue
             growth = long[name] / short[name] / (long["tokens"] / short["tokens"])
             found.goals.append(harness.at_most(f"growth of a token's {name}", growth, MOST_GROWTH))
     found.goals.append(harness.at_most("rollouts generated again after the kill", sum(row["again"] for row in found.rows), 0))
