@@ -10,25 +10,25 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import operator as operators
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType
 
 Values = dict[str, float]
+_Computed = Callable[[Values], float]
 FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt}
 """What a formula may call, each there by the same name in JavaScript's Math."""
-_OPERATORS: dict[type[ast.AST], str] = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.Div: "/",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-    ast.Eq: "===",
-    ast.And: "&&",
-    ast.Or: "||",
+_OPERATORS: dict[type[ast.AST], tuple[str, Callable[[float, float], float]]] = {
+    ast.Add: ("+", operators.add),
+    ast.Sub: ("-", operators.sub),
+    ast.Mult: ("*", operators.mul),
+    ast.Div: ("/", operators.truediv),
+    ast.Lt: ("<", operators.lt),
+    ast.LtE: ("<=", operators.le),
+    ast.Gt: (">", operators.gt),
+    ast.GtE: (">=", operators.ge),
+    ast.Eq: ("===", operators.eq),
 }
+"""Operators as JavaScript writes them, and as Python computes them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Sheet:
         self._leaves: dict[str, frozenset[str]] = {}
         for name, tree in self._trees.items():
             self._leaves[name] = frozenset().union(*(self._leaves.get(used, {used}) for used in _names(tree)))
-        self._codes: dict[str, CodeType] = {name: compile(ast.Expression(tree), f"<{name}>", "eval") for name, tree in self._trees.items()}
+        self._computed = {name: _computed(tree) for name, tree in self._trees.items()}
 
     def evaluate(self, inputs: Mapping[str, float], *, fixed: Mapping[str, float] | None = None) -> Values:
         """Compute every row; `fixed` rows have a value of their own, and their formula is not looked at."""
-        values, fixed, scope = dict(inputs), fixed or {}, {"__builtins__": {}, **FUNCTIONS}
-        for name, code in self._codes.items():
-            values[name] = fixed[name] if name in fixed else float(eval(code, scope, values))
+        values, fixed = dict(inputs), fixed or {}
+        for name, computed in self._computed.items():
+            values[name] = fixed[name] if name in fixed else float(computed(values))
         return values
 
     def operands(self, name: str) -> list[str]:
@@ -143,9 +143,9 @@ def _javascript(tree: ast.AST) -> str:
         case ast.BinOp(left=left, op=operator, right=right) | ast.Compare(left=left, ops=[operator], comparators=[right]) if (
             type(operator) in _OPERATORS
         ):
-            return f"({_javascript(left)} {_OPERATORS[type(operator)]} {_javascript(right)})"
-        case ast.BoolOp(op=operator, values=values):
-            return f"({f' {_OPERATORS[type(operator)]} '.join(map(_javascript, values))})"
+            return f"({_javascript(left)} {_OPERATORS[type(operator)][0]} {_javascript(right)})"
+        case ast.BoolOp(op=junction, values=values):
+            return f"({(' || ' if isinstance(junction, ast.Or) else ' && ').join(map(_javascript, values))})"
         case ast.IfExp(test=test, body=body, orelse=otherwise):
             return f"({_javascript(test)} ? {_javascript(body)} : {_javascript(otherwise)})"
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -153,3 +153,40 @@ def _javascript(tree: ast.AST) -> str:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
             return f"Math.{name}({', '.join(map(_javascript, arguments))})"
     raise TypeError(f"{type(tree).__name__} is no part of a formula")
+
+
+def _computed(tree: ast.AST) -> _Computed:
+    """Make a function of a tree that `_javascript` takes: the same operations, of Python, in the same order."""
+    match tree:
+        case ast.Constant(value=int() | float() as value):
+            return lambda values: value
+        case ast.Name(id=name):
+            return lambda values: values[name]
+        case ast.BinOp(left=left, op=operator, right=right) | ast.Compare(left=left, ops=[operator], comparators=[right]):
+            apply = operators.pow if isinstance(operator, ast.Pow) else _OPERATORS[type(operator)][1]
+            first, second = _computed(left), _computed(right)
+            return lambda values: apply(first(values), second(values))
+        case ast.BoolOp(op=junction, values=parts):
+            return _junction([_computed(part) for part in parts], ends_at=isinstance(junction, ast.Or))
+        case ast.IfExp(test=test, body=body, orelse=otherwise):
+            chooses, chosen, other = _computed(test), _computed(body), _computed(otherwise)
+            return lambda values: chosen(values) if chooses(values) else other(values)
+        case ast.UnaryOp(operand=operand):
+            positive = _computed(operand)
+            return lambda values: -positive(values)
+        case ast.Call(func=ast.Name(id=name), args=arguments):
+            function, parts = FUNCTIONS[name], [_computed(argument) for argument in arguments]
+            return lambda values: function(*(part(values) for part in parts))
+    raise TypeError(f"{type(tree).__name__} is no part of a formula")
+
+
+def _junction(parts: Sequence[_Computed], *, ends_at: bool) -> _Computed:
+    def computed(values: Values) -> float:
+        value = 0.0
+        for part in parts:
+            value = part(values)
+            if bool(value) is ends_at:
+                break
+        return value
+
+    return computed

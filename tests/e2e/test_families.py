@@ -5,6 +5,7 @@ Prompts, completions and windows are so sized that every layer with a window lea
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import subprocess
@@ -90,14 +91,39 @@ def gap(model: Model, completions: list[Completion]) -> float:
     return float(np.abs(logprobs.numpy() - np.concatenate([completion.logprobs for completion in completions])).max())
 
 
-def swap(loop: EngineLoop, publisher: Publisher, *, version: int) -> None:
-    """Publish the present weights while the engine decodes; nothing it decodes is lost."""
+@contextlib.contextmanager
+def left_as_it_was(kind: type) -> Iterator[None]:
+    """Undo what vLLM does to the class of a model that it serves by transformers' own code: this process is the trainer, too."""
+    bases, before = kind.__bases__, dict(vars(kind))
+    yield
+    kind.__bases__ = bases
+    for name in vars(kind).keys() - before.keys():
+        delattr(kind, name)
+    for name, value in before.items():
+        if vars(kind)[name] is not value:
+            setattr(kind, name, value)
+
+
+class Stager:
+    """A staging thread that says when it has staged."""
+
+    def __init__(self, thread: StagingThread) -> None:
+        self._thread = thread
+
+    def __call__(self, order: StageWeights) -> concurrent.futures.Future[None]:
+        self.last = self._thread(order)
+        return self.last
+
+
+def swap(loop: EngineLoop, publisher: Publisher, stager: Stager, *, version: int) -> None:
+    """Publish the present weights while sequences are half decoded; nothing of them is lost."""
     ask(loop, name="meanwhile", max_tokens=128)
     for _ in range(3):
         loop.advance()
     policy = publisher.publish(version)
     assert policy is not None
     loop.handle(StageWeights(version=version, buffer=policy.buffer, digest=policy.digest))
+    stager.last.result(timeout=60.0)  # else a busy machine could stage until every sequence has ended
     while loop.is_swapping or loop.has_work:
         loop.advance()
     assert [type(message) for message in loop.outbox if not isinstance(message, Completion)] == [WeightsStaged, WeightsCommitted]
@@ -117,10 +143,11 @@ def test_a_family_agrees_swaps_and_is_exported(tmp_path: Path, plain: Plain, mod
 
     folder = families.make_folder(tmp_path / "model", model_type=model_type)
     model = Model(folder, dtype="float32", temperature=1.0, device=torch.device("cpu"))
-    # What vLLM serves by transformers' own code it has changed the class of, for this process; a run's trainer is another one.
     setattr(model.module.base_model, "do_not_compile", True)  # noqa: B010  # which it knows nothing of
     publisher = Publisher(model.tensors, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=10.0, address="127.0.0.1")
-    with contextlib.closing(publisher), real_engine.vllm_engine(folder, max_running=8) as engine, StagingThread(engine) as stager:
+    engine_of = real_engine.vllm_engine(folder, max_running=8)
+    with left_as_it_was(type(model.module.base_model)), contextlib.closing(publisher), engine_of as engine, StagingThread(engine) as thread:
+        stager = Stager(thread)
         loop = EngineLoop(engine, engine_id=0, stager=stager)
         publisher.fix_layout(engine.limits.tensors)
         first = sampled(loop, name="first")
@@ -130,7 +157,7 @@ def test_a_family_agrees_swaps_and_is_exported(tmp_path: Path, plain: Plain, mod
             for parameter in model.parameters():
                 parameter += torch.randn(parameter.shape, generator=chance) * 0.03
         assert gap(model, first) > 0.1, "a policy that says the same would swap unseen"
-        swap(loop, publisher, version=1)
+        swap(loop, publisher, stager, version=1)
         completions = sampled(loop, name="second")
         gaps = [gap(model, completions)]
     save_model(model, tmp_path / "exported", source=folder)

@@ -116,10 +116,10 @@ if __name__ == "__main__":
     from pipelinerl.engine.environment import set_environment
 
     set_environment()
+    from transformers import AutoModelForCausalLM
+
     told, ranks = steps.settings(), len(os.sched_getaffinity(0))
-    size = sum(
-        parameter.numel() for parameter in __import__("transformers").AutoModelForCausalLM.from_pretrained(told["model"]).parameters()
-    )
+    size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(told["model"]).parameters())
     gradients = torch.zeros(ranks, size + 1).share_memory_()
     context = multiprocessing.get_context("spawn")
     multiprocessing.spawn(train, (ranks, told, gradients, context.Barrier(ranks)), nprocs=ranks)

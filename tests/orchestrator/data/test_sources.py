@@ -393,7 +393,8 @@ def test_python_source_that_fails_is_named(plugin: Callable[[str], str], text: s
 
 
 def test_source_of_no_known_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'rows.csv' is no source of prompts: expected a \.jsonl or \.parquet file, or `path:name`"):
+    known = r"a \.jsonl or \.parquet file, a data set of the Hub .*, reasoning-gym:NAME, or `path:name`"
+    with pytest.raises(DataError, match=f"'rows.csv' is no source of prompts: expected {known}"):
         make_source("rows.csv")
     with pytest.raises(DataError, match=r"none.jsonl cannot be read \(from .*\): No such file"):
         make_source(tmp_path / "none.jsonl")
