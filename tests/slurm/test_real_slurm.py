@@ -204,12 +204,17 @@ def test_a_chain_goes_on_in_the_next_job_and_stops_when_the_run_is_finished(clus
 
 
 def test_scorers_on_nodes_of_their_own_belong_to_the_same_job_and_the_next_one_goes_on_with_them(cluster: slurm.Cluster, tmp_path: Path):
-    run_folder = job(tmp_path, steps=20, holds=(5,), scorer_nodes=1)
+    run_folder = job(tmp_path, steps=20, holds=(5, 19), scorer_nodes=1)
     first = submit(cluster, run_folder)
     wait_for_steps(run_folder, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", first)
     assert wait(cluster, first, *ENDED)["JobState"] == "COMPLETED", said(run_folder, first)
     (second,) = re.findall(r"attempt 0 saved; submitted again as job (\d+)", said(run_folder, first))
+    end = time.monotonic() + 120
+    while not (run_folder / "logs" / "attempt-1" / "scorer-0.log").exists():  # else the run could end before the second node begins
+        assert time.monotonic() < end, said(run_folder, second)
+        time.sleep(0.1)
+    (run_folder / "go-on").touch()
     assert wait(cluster, second, *ENDED)["JobState"] == "COMPLETED", said(run_folder, second)
     assert steps_of(run_folder) == list(range(20))
     for attempt, number in ((0, first), (1, second)):
