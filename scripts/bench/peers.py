@@ -48,7 +48,7 @@ SYNCHRONOUS = ("plain loop", "sync")
 SEEDS = (0, 1, 2)
 REACHED = (0.7, 0.8, 0.9)
 """Mean rewards of five steps that runs are timed to."""
-WARM_STEPS, QUICK_WARM_STEPS = 120, 30
+WARM_STEPS, QUICK_WARM_STEPS = 400, 30
 LONG_TAIL, DEMO = "long tail", "demo"
 
 
@@ -121,11 +121,11 @@ def _long_tail(folder: Path, *, quick: bool) -> Task:
     return Task(
         module="scripts.bench.beside.countdown",
         model=home / "warm",
-        steps=4 if quick else 40,
+        steps=4 if quick else 52,
         groups_per_step=8,
         max_tokens=countdown.LONGEST + 8,
         context=countdown.MAX_TOKENS,
-        learning_rate=8e-5,
+        learning_rate=1.2e-4,
     )
 
 
