@@ -4,6 +4,8 @@ PipelineError
     ConfigError          a setting, a model folder or a plug-in is wrong; found before anything runs
         CheckpointDamaged  a checkpoint is not as it was written; names the file
     DataError            a prompt source is empty or malformed; names the file and the line
+    EpisodeError         a node does not fit the episode it was appended to
+        EpisodeFull      the episode has as many nodes or tokens as one may have
     WireError            bytes from a peer that are not a message this peer may send
     PeerError            a named peer failed
         PeerSilent       it did not answer within its deadline
@@ -36,6 +38,14 @@ class CheckpointDamaged(ConfigError):
 
 class DataError(PipelineError):
     """A prompt source is empty or malformed."""
+
+
+class EpisodeError(PipelineError, ValueError):
+    """A node does not fit the episode it was appended to. Also a `ValueError`, which refuses one that comes off the wire."""
+
+
+class EpisodeFull(EpisodeError):
+    """An episode has as many nodes or tokens as one may have."""
 
 
 class WireError(PipelineError):
