@@ -48,6 +48,7 @@ def test_help_names_the_first_thing_to_do():
         "init",
         "run",
         "plan",
+        "simulate",
         "sft",
         "report",
         "compare",

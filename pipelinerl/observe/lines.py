@@ -31,6 +31,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds."""
     end: float
     """Unix seconds."""
+    count: int = 1
+    """Pieces of work that were joined, see `Journal.span`."""
     busy_s: float | None = None
     """Seconds of work between start and end, where many spans are summed up. None for one span, which is work from start to end."""
 

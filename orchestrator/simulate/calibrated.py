@@ -1,0 +1,362 @@
+"""A world fitted to a run: how long everything took there, from its journal, and how long its rollouts were, from its ledger.
+
+    engine     (seconds between two reports, less those without a sequence and those of swaps)
+                   = (a passes + b tokens + c prompt tokens) (1 + s x part of the time in which the trainer worked)
+    trainer    forward_backward_s of a step = (r rows + t tokens) (1 + u x part of the time in which an engine worked)
+    policies   stage_s and pause_s of each swap, publish_s and publish_async_s of each step
+    scores     seconds of each reward call (spans), else busy seconds over calls
+    rollouts   tokens of each, likeness of siblings, rewards and turns, by the ledger
+
+Coefficients are least squares, none below 0; s and u are searched from 0 to 3. The first step is left out: a fresh process compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import sqlite3
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.simulate.draws import fixed, recorded
+from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
+from pipelinerl.config import Config
+from pipelinerl.errors import DataError
+from pipelinerl.observe.lines import read_journals, read_spans
+
+Numbers = npt.NDArray[np.float64]
+_WORKING = ("forward_backward", "optimizer")
+_SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Journal:
+    """What the journals hold that a fit reads."""
+
+    loads: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Reports of each engine's own journal, in order."""
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    swaps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    scorer: dict[str, Any] | None = None
+    """The last report of the reward scorer."""
+    prm: dict[str, Any] | None = None
+    work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """(start, end) of the trainer's work."""
+    calls_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of single reward calls."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollouts:
+    """What the ledger tells of rollouts."""
+
+    lengths: dict[str, int]
+    """Tokens of each that ended by itself or at its limit, by name."""
+    rewards: dict[str, float]
+    issued: dict[int, list[tuple[float, int]]]
+    """(Unix seconds, group) of what each engine was asked for."""
+    rows: dict[int, int]
+    """Rows of each step."""
+    waits_s: list[float]
+    """From a completion until its score is booked."""
+    num_scored: int
+    num_failed: int
+    num_hopeless: int
+    turns: list[float]
+
+
+def world_of_run(config: Config, run_folder: Path) -> World:
+    """Return the world of a run for a config. Raises `DataError` where the run's journal or ledger has too little to learn from."""
+    journal, rollouts = _read_journal(run_folder), _read_ledger(run_folder)
+    if len(journal.steps) < 2 or not rollouts.lengths:
+        raise DataError(
+            f"{run_folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
+            " trained at least 2 steps"
+        )
+    steps = journal.steps[1:]
+    prompt_tokens = _prompt_tokens(steps)
+    engine, beside_trainer, beside_engine = _engine(journal, rollouts, prompt_tokens=prompt_tokens, lengths=rollouts.lengths)
+    trainer, slowed = _trainer(journal, steps, rollouts, num_engines=len(journal.loads))
+    slowdowns = {"engine/trainer": beside_trainer, "engine/engine": beside_engine, "trainer/engine": slowed}
+    lengths = list(rollouts.lengths.values())
+    mean, spread = _rewards(rollouts)
+    origin = f"run {run_folder.name}"
+    return World(
+        engine=engine,
+        trainer=trainer,
+        sync=_sync(journal, steps),
+        scoring=_scoring(journal, rollouts),
+        prompt_tokens=fixed(prompt_tokens),
+        lengths=recorded(lengths),
+        likeness=_likeness(rollouts.lengths),
+        reward_mean=mean,
+        reward_spread=spread,
+        slowdowns={key: value for key, value in slowdowns.items() if value > 0},
+        origins=dict.fromkeys(("engine", "trainer", "sync", "scoring", "lengths", "rewards"), origin),
+    )
+
+
+# --- reading ---
+
+
+def _read_journal(run_folder: Path) -> _Journal:
+    found = _Journal()
+    for line in read_journals(run_folder):
+        process = str(line.get("process", ""))
+        match line["kind"]:
+            case "load" if process.startswith("engine-") and "num_steps" in line:
+                found.loads.setdefault(int(line["engine_id"]), []).append(line)
+            case "load" if "num_scored" in line and "functions" in line:
+                found.scorer = line
+            case "load" if "num_trace_tokens" in line:
+                found.prm = line
+            case "step":
+                found.steps.append(line)
+            case "swap":
+                found.swaps.append(line)
+            case _:
+                pass
+    for span in read_spans(run_folder):
+        if span.lane.startswith("trainer-0") and span.name in _WORKING:
+            found.work.append((span.start, span.end))
+        elif span.name == "score" and span.count == 1:
+            found.calls_s.append(span.end - span.start)
+    return found
+
+
+def _read_ledger(run_folder: Path) -> _Rollouts:
+    path = run_folder / "ledger.sqlite"
+    if not path.is_file():
+        raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        began_s, unix_s = database.execute(
+            "SELECT t, json_extract(data, '$.unix_s') FROM events WHERE kind = 'began' ORDER BY seq"
+        ).fetchone()
+        events = database.execute(
+            "SELECT kind, t, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
+            " ('issued', 'generated', 'scored', 'closed', 'early_stop', 'observed') ORDER BY seq"
+        ).fetchall()
+    lengths: dict[str, int] = {}
+    rewards: dict[str, float] = {}
+    issued: dict[int, list[tuple[float, int]]] = {}
+    rows: dict[int, int] = {}
+    ended: dict[str, float] = {}
+    turns: dict[str, int] = {}
+    waits_s: list[float] = []
+    counts = {"scored": 0, "failed": 0, "early_stop": 0}
+    for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
+        match kind:
+            case "issued":
+                issued.setdefault(int(peer.partition("-")[2]), []).append((t - began_s + unix_s, int(name.partition("/")[0])))
+            case "generated":
+                ended[name] = t
+                if reason in ("stop", "length") and num_tokens:
+                    lengths[name] = num_tokens
+            case "scored":
+                counts["scored"] += 1
+                counts["failed"] += reward is None and not reason.startswith("stopped")
+                if reward is not None:
+                    rewards[name] = reward
+                waits_s.append(t - ended.get(name, t))
+            case "closed":
+                rows[step] = num_rows
+            case "observed":
+                turns[name] = turns.get(name, 0) + 1
+            case _:
+                counts["early_stop"] += 1
+    return _Rollouts(
+        lengths=lengths,
+        rewards=rewards,
+        issued=issued,
+        rows=rows,
+        waits_s=waits_s,
+        num_scored=counts["scored"],
+        num_failed=counts["failed"],
+        num_hopeless=counts["early_stop"],
+        turns=[float(num) for num in turns.values()],
+    )
+
+
+# --- engines ---
+
+
+def _engine(journal: _Journal, rollouts: _Rollouts, *, prompt_tokens: float, lengths: dict[str, int]) -> tuple[EngineWorld, float, float]:
+    """Return an engine, and how much longer a pass lasts beside the trainer and beside one other engine."""
+    first_s = journal.steps[0]["t"]
+    rows: list[tuple[float, float, float, float, float, float]] = []
+    for engine_id, loads in journal.loads.items():
+        asked = np.array([t for t, _ in rollouts.issued.get(engine_id, [])])
+        groups = [group for _, group in rollouts.issued.get(engine_id, [])]
+        pauses = [(swap["t"], swap["pause_s"]) for swap in journal.swaps if swap["engine_id"] == engine_id]
+        for before, after in itertools.pairwise(loads):
+            num_passes, start, end = after["num_steps"] - before["num_steps"], before["t"], after["t"]
+            if num_passes < 3 or start < first_s:
+                continue
+            busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(s for t, s in pauses if start < t <= end)
+            low, high = np.searchsorted(asked, (start, end))
+            num_prompts = len(set(groups[low:high]))
+            prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, 8.0)  # half a block of siblings
+            beside = _overlap(journal.work, start, end)
+            others = sum(_busy(other, start, end) for key, other in journal.loads.items() if key != engine_id)
+            rows.append((busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), beside, others))
+    if len(rows) < 3:
+        raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
+    table = np.array(rows)
+    coefficients, (beside_trainer, beside_engine) = _fit(table[:, 0], table[:, 1:4], table[:, 4:6])
+    a, b, c = (float(one) for one in coefficients)
+    kv = [
+        load["num_running"] * (prompt_tokens + statistics.fmean(lengths.values()) / 2) / load["kv_used"]
+        for loads in journal.loads.values()
+        for load in loads
+        if (load.get("kv_used") or 0) > 0.05 and load["num_running"]
+    ]
+    world = EngineWorld(
+        pass_s=((0.0, a), (1.0, a + b)),
+        prefill_token_s=c,
+        kv_tokens=statistics.median(kv) if kv else float("inf"),
+    )
+    return world, beside_trainer, beside_engine
+
+
+def _overlap(work: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """Return the part of a stretch that spans cover."""
+    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in work) / (end - start)
+
+
+def _busy(loads: list[dict[str, Any]], start: float, end: float) -> float:
+    """Return the part of a stretch in which an engine had sequences."""
+    t = [load["t"] for load in loads]
+    idle = np.interp((start, end), t, [load["idle_s"] for load in loads])
+    return float(min(1.0, max(0.0, 1 - (idle[1] - idle[0]) / (end - start))))
+
+
+def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[Numbers, tuple[float, ...]]:
+    """Fit seconds = (parts @ coefficients) * (1 + beside @ slowdowns); return both. A column of `beside` that never varies has none."""
+    varies = [column.std() > 0.02 for column in beside.T]
+    grids = [_SLOWDOWNS if one else np.zeros(1) for one in varies]
+    best: tuple[float, Numbers, tuple[float, ...]] | None = None
+    for slowdowns in itertools.product(*grids):
+        factor = 1 + beside @ np.array(slowdowns)
+        coefficients = _least_squares(parts * factor[:, None], seconds)
+        error = float(np.square((parts @ coefficients) * factor - seconds).sum()) * (1 + 1e-3 * float(sum(slowdowns)))
+        if best is None or error < best[0]:
+            best = error, coefficients, tuple(float(one) for one in slowdowns)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
+    """Return the coefficients with the least squared error, none below 0: the best over all choices of columns that may be above."""
+    num = parts.shape[1]
+    best, found = np.inf, np.zeros(num)
+    for size in range(1, num + 1):
+        for chosen in map(list, itertools.combinations(range(num), size)):
+            some, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=1e-9)
+            error = float(np.square(parts[:, chosen] @ some - seconds).sum())
+            if (some >= 0).all() and error < best * (1 - 1e-9):
+                best, found = error, np.zeros(num)
+                found[chosen] = some
+    return found
+
+
+# --- the others ---
+
+
+def _trainer(journal: _Journal, steps: list[dict[str, Any]], rollouts: _Rollouts, *, num_engines: int) -> tuple[TrainerWorld, float]:
+    """Return the trainer, and how much longer it works beside one engine."""
+    rows: list[tuple[float, float, float, float]] = []
+    for before, after in itertools.pairwise(journal.steps):
+        seconds = after["trainer"].get("forward_backward_s")
+        if seconds is None or after["t"] <= before["t"]:
+            continue
+        busy = sum(_busy(loads, before["t"], after["t"]) for loads in journal.loads.values()) if num_engines else 0.0
+        rows.append((seconds, rollouts.rows.get(after["step"], 1), after["num_tokens"], busy))
+    if not rows:
+        raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
+    table = np.array(rows)
+    coefficients, (slowed,) = _fit(table[:, 0], table[:, 1:3], table[:, 3:])
+    saved = [seconds for step in steps if (seconds := step["trainer"].get("checkpoint_s"))]
+    world = TrainerWorld(
+        row_s=float(coefficients[0]),
+        token_s=float(coefficients[1]),
+        step_s=statistics.median(step["trainer"].get("optimizer_s", 0.0) for step in steps) / (1 + slowed * float(table[:, 3].mean())),
+        checkpoint_s=statistics.median(saved) if saved else 0.0,
+    )
+    return world, slowed
+
+
+def _sync(journal: _Journal, steps: list[dict[str, Any]]) -> SyncWorld:
+    beside = [seconds for step in steps if (seconds := step["trainer"].get("publish_async_s")) is not None]
+    first_s = journal.steps[0]["t"]
+    swaps = [swap for swap in journal.swaps if swap["t"] > first_s and swap["stage_s"]] or journal.swaps
+    return SyncWorld(
+        publish_s=0.0 if beside else statistics.median(step["trainer"].get("publish_s", 0.0) for step in steps),
+        publish_beside_s=statistics.median(beside) if beside else 0.0,
+        stage_s=recorded([swap["stage_s"] for swap in swaps]) if swaps else fixed(0.0),
+        pause_s=statistics.median(swap["pause_s"] for swap in swaps) if swaps else 0.0,
+    )
+
+
+def _scoring(journal: _Journal, rollouts: _Rollouts) -> ScoringWorld:
+    scorer, prm = journal.scorer or {}, journal.prm or {}
+    mean_s = scorer["busy_s"] / scorer["num_scored"] if scorer.get("num_scored") else 0.0
+    score_s = recorded(journal.calls_s) if len(journal.calls_s) >= 20 else fixed(mean_s)
+    least_s = float(np.quantile(rollouts.waits_s, 0.1)) if rollouts.waits_s else 0.0
+    typical_s = float(np.median(journal.calls_s)) if len(journal.calls_s) >= 20 else mean_s
+    environment = scorer.get("functions", {}).get("environment") or {}
+    num_prm_tokens = prm.get("num_trace_tokens") or 0
+    return ScoringWorld(
+        score_s=score_s,
+        group_score_s=fixed(mean_s),
+        overhead_s=max(0.0, least_s - typical_s),
+        failed_fraction=rollouts.num_failed / max(1, rollouts.num_scored),
+        reply_s=fixed(environment.get("p50_s") or ScoringWorld().reply_s.average),
+        turns=recorded(rollouts.turns) if rollouts.turns else fixed(1.0),
+        prm_token_s=prm.get("busy_s", 0.0) / num_prm_tokens if num_prm_tokens else 0.0,
+        hopeless_fraction=rollouts.num_hopeless / max(1, rollouts.num_scored),
+    )
+
+
+def _prompt_tokens(steps: list[dict[str, Any]]) -> float:
+    """Return the tokens of a trained sample that it did not sample itself."""
+    others = sum(step["num_tokens"] - step["num_trained_tokens"] for step in steps)
+    return max(1.0, others / max(1, sum(step["num_samples"] for step in steps)))
+
+
+def _rewards(rollouts: _Rollouts) -> tuple[float, float]:
+    """Return the mean reward, between 0 and 1, and the spread of a Beta distribution with the variance that groups' means have."""
+    by_group = _by_group(rollouts.rewards)
+    values = np.clip(list(rollouts.rewards.values()) or [0.5], 0.0, 1.0)
+    mean, sizes = float(values.mean()), [len(group) for group in by_group if len(group) > 1]
+    whole = mean * (1 - mean)
+    if whole < 1e-6 or len(sizes) < 2:
+        return mean, 0.0
+    between = float(np.var([np.clip(group, 0.0, 1.0).mean() for group in by_group if len(group) > 1]))
+    part = 1 / statistics.fmean(sizes)
+    return mean, float(np.clip((between / whole - part) / (1 - part), 0.0, 0.99))
+
+
+def _likeness(lengths: dict[str, int]) -> float:
+    """Return the correlation of siblings, by normal scores of their ranks."""
+    names = list(lengths)
+    if len(names) < 8:
+        return 0.0
+    ranks = np.argsort(np.argsort([lengths[name] for name in names], kind="stable"), kind="stable")
+    normal = statistics.NormalDist()
+    scores = {name: normal.inv_cdf((rank + 0.5) / len(names)) for name, rank in zip(names, ranks.tolist(), strict=True)}
+    pairs = [(group.sum() ** 2 - np.square(group).sum(), len(group) * (len(group) - 1)) for group in _by_group(scores) if len(group) > 1]
+    total = sum(num for _, num in pairs)
+    return float(np.clip(sum(product for product, _ in pairs) / total, 0.0, 0.99)) if total else 0.0
+
+
+def _by_group(values: dict[str, float] | dict[str, int]) -> list[Numbers]:
+    groups: dict[str, list[float]] = {}
+    for name, value in values.items():
+        groups.setdefault(name.partition("/")[0], []).append(float(value))
+    return [np.array(group) for group in groups.values()]

@@ -1,0 +1,273 @@
+"""Groups go to engines while the live rules allow it, and what engines answer goes on to scoring: as `stages.generation` does.
+
+The order of the questions is that of the live stage: room, the process reward model's backpressure, then `Admission.holds_back`, for each
+version that a serving engine holds; `Loads` chooses the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from orchestrator.rules.admission import Admission
+from orchestrator.rules.quarantine import Quarantine
+from orchestrator.rules.routing import Loads, route
+from orchestrator.simulate.books import Books
+from orchestrator.simulate.draws import Workload
+from orchestrator.simulate.engine import SimulatedEngine
+from orchestrator.simulate.events import Events
+from orchestrator.simulate.rollouts import Rollout
+from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.sequence import Sequence
+from orchestrator.simulate.waits import Waits
+from orchestrator.simulate.world import ScoringWorld
+from pipelinerl.messages import Finish
+
+NO_ENGINE = "an engine that takes new work"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The run's settings that bound a rollout."""
+
+    group_size: int
+    num_siblings: int
+    """With the greedy one, where the method adds one."""
+    max_tokens: int
+    max_turns: int
+    """1 without an environment."""
+    chunk_tokens: int
+    """Tokens between two reports to the process reward model; 0 without one."""
+
+
+class Generation:
+    """Admission, routing, the engines' answers, and rollouts that were lost with their engine."""
+
+    def __init__(
+        self,
+        events: Events,
+        *,
+        engines: list[SimulatedEngine],
+        admission: Admission,
+        workload: Workload,
+        world: ScoringWorld,
+        limits: Limits,
+        books: Books,
+        waits: Waits,
+        num_prompts: int,
+        replies: Slots | None,
+    ) -> None:
+        """`replies` are the slots of the environment; None without one."""
+        self.events, self.engines, self.admission, self.waits = events, engines, admission, waits
+        self.loads = Loads()
+        """The engines that take new work."""
+        self.outstanding = [0] * len(engines)
+        """Rollouts that each engine was asked for and has not answered."""
+        self.num_outstanding = 0
+        self.has_changed = True
+        """Whether another group might be admitted: what a live run's credits signal."""
+        self.num_missing = 0
+        """Engines that are dead."""
+        self.next_group_id = 0
+        self.quarantine = Quarantine()
+        self.on_finished: Callable[[Rollout], None] = lambda rollout: None
+        """Called with a rollout that is written."""
+        self.on_chunk: Callable[[Rollout, int], None] = lambda rollout, tokens: None
+        """Called with tokens of a rollout as they are reported, for the process reward model."""
+        self.full: Callable[[], str | None] = lambda: None
+        """Names what has to be taken away before anything more is asked of engines."""
+        self.replies = replies
+        self._workload, self._world, self._limits, self._books, self._num_prompts = workload, world, limits, books, num_prompts
+        self._in_engines: list[dict[Rollout, None]] = [{} for _ in engines]
+        self._lost: dict[int, list[Rollout]] = {}
+        """Rollouts to be asked for again, by group."""
+        self._open: dict[int, int] = {}
+        """Rollouts of each group that are not written."""
+        for engine in engines:
+            self.note(engine)
+
+    # --- new groups ---
+
+    def settle(self) -> None:
+        """Ask for what was lost, then admit groups, until the rules hold back the next one; where nothing has changed, they would again."""
+        if not self.has_changed:
+            return
+        self.has_changed = False
+        for group_id in list(self._lost):
+            if self.full() is None:
+                self._ask_again(group_id)
+        while (engine_id := self._engine_for_a_group()) is not None:
+            self._send_group(engine_id)
+        self.waits.now("generation", self._held_back_by() or NO_ENGINE)
+
+    def note(self, engine: SimulatedEngine) -> None:
+        """Count an engine among those that take new work, or not."""
+        self.has_changed = True
+        if engine.is_alive:
+            self.loads.note(engine.engine_id, version=engine.version, outstanding=self.outstanding[engine.engine_id])
+        else:
+            self.loads.forget(engine.engine_id)
+
+    def credit(self) -> None:
+        """Note that another group might be admitted."""
+        self.has_changed = True
+
+    def all_hold(self, version: int) -> bool:
+        """Return whether every engine is there and samples under `version` or a later one."""
+        return not self.num_missing and min(self.loads.versions(), default=version - 1) >= version
+
+    def _engine_for_a_group(self) -> int | None:
+        return self.loads.least_busy([version for version in self.loads.versions() if self._held_back_by(version) is None])
+
+    def _held_back_by(self, version: int | None = None) -> str | None:
+        version = max(self.loads.versions(), default=None) if version is None else version
+        if version is None:
+            return NO_ENGINE
+        return self.full() or self.admission.holds_back(
+            version=version,
+            num_generating=self.num_outstanding,
+            engines_are_current=self.admission.schedule.in_rounds and self.all_hold(self.admission.version),
+        )
+
+    def _send_group(self, engine_id: int) -> None:
+        group_id = self._next_group()
+        self.admission.admitted()
+        draws = self._workload.group(group_id)
+        epoch, row = divmod(group_id, self._num_prompts)
+        self._open[group_id] = self._limits.num_siblings
+        for sibling in range(self._limits.num_siblings):
+            rollout = Rollout(
+                group_id=group_id,
+                sibling=sibling,
+                name=f"{group_id}/{sibling}",
+                prompt_id=f"{epoch}:{row}",
+                draws=draws,
+                is_greedy=sibling >= self._limits.group_size,
+                admitted_s=self.events.now_s,
+                version=self.engines[engine_id].version,
+            )
+            self._books.admit(rollout.name)
+            self._ask(rollout, engine_id)
+        self.note(self.engines[engine_id])
+
+    def _next_group(self) -> int:
+        while True:
+            group_id, self.next_group_id = self.next_group_id, self.next_group_id + 1
+            if not self.quarantine.skips(f"0:{group_id % self._num_prompts}"):
+                return group_id
+
+    # --- one rollout ---
+
+    def _ask(self, rollout: Rollout, engine_id: int) -> None:
+        engine, draws, limits = self.engines[engine_id], rollout.draws, self._limits
+        written = rollout.num_sampled + rollout.num_observed
+        turns = min(int(draws.turns[rollout.sibling]), limits.max_turns)
+        whole = int(draws.lengths[rollout.sibling])
+        length = max(1, round(whole * (rollout.turn + 1) / turns) - round(whole * rollout.turn / turns))
+        room = max(1, limits.max_tokens - written)
+        context = draws.prompt_tokens + written
+        is_cached = rollout.cached_under == (engine_id, engine.version)
+        rollout.version, rollout.engine_id = max(rollout.version, engine.version), engine_id
+        rollout.sequence = Sequence(
+            group_id=rollout.group_id,
+            num_context=context,
+            num_shared=draws.prompt_tokens,
+            length=min(length, room),
+            finish=Finish.STOP if length <= room else Finish.LENGTH,
+            answer=lambda sequence: self._answered(rollout, sequence),
+            num_cached=context - self._world.reply_tokens if is_cached else 0,
+            marks=tuple(range(limits.chunk_tokens, min(length, room), limits.chunk_tokens)) if limits.chunk_tokens else (),
+            reached=lambda sequence, mark: self.on_chunk(rollout, limits.chunk_tokens),
+        )
+        self._in_engines[engine_id][rollout] = None
+        self.outstanding[engine_id] += 1
+        self.num_outstanding += 1
+        engine.submit(rollout.sequence)
+
+    def stop(self, rollout: Rollout) -> None:
+        """End a rollout early, where an engine still writes it."""
+        if rollout.sequence is not None and not rollout.sequence.is_over:
+            self.engines[rollout.engine_id].cancel(rollout.sequence)
+
+    def _answered(self, rollout: Rollout, sequence: Sequence) -> None:
+        if rollout.sequence is not sequence:  # its engine died while the answer was on its way
+            return
+        self._out_of_engine(rollout)
+        rollout.sequence = None
+        rollout.runs += sequence.runs
+        rollout.num_sampled += sequence.written
+        rollout.finish, rollout.turn = sequence.finish, rollout.turn + 1
+        turns = min(int(rollout.draws.turns[rollout.sibling]), self._limits.max_turns)
+        written = rollout.num_sampled + rollout.num_observed
+        is_cut = sequence.finish is not Finish.STOP or written + self._world.reply_tokens >= self._limits.max_tokens
+        if self.replies is None or is_cut or rollout.turn >= turns:
+            self._finish(rollout)
+            return
+        rollout.cached_under = (rollout.engine_id, self.engines[rollout.engine_id].version)
+        self.replies.call(float(rollout.draws.reply_s[rollout.sibling]), lambda: self._go_on(rollout))
+
+    def _go_on(self, rollout: Rollout) -> None:
+        """Ask for the next turn: the engine of the last one, where it may go on."""
+        rollout.num_observed += self._world.reply_tokens
+        engine = self.engines[rollout.engine_id]
+        if engine.is_alive and engine.version >= rollout.version:
+            self._ask(rollout, rollout.engine_id)
+            self.note(engine)
+        else:
+            self._lost.setdefault(rollout.group_id, []).append(rollout)
+            self.has_changed = True
+
+    def _finish(self, rollout: Rollout) -> None:
+        self._open[rollout.group_id] -= 1
+        if not self._open[rollout.group_id]:
+            del self._open[rollout.group_id]
+            self.quarantine.came_through("engine", rollout.prompt_id)
+        rollout.finished_s = self.events.now_s
+        self.on_finished(rollout)
+
+    def _out_of_engine(self, rollout: Rollout) -> None:
+        del self._in_engines[rollout.engine_id][rollout]
+        self.outstanding[rollout.engine_id] -= 1
+        self.num_outstanding -= 1
+        self.note(self.engines[rollout.engine_id])
+
+    # --- engines that die ---
+
+    def lost(self, engine_id: int) -> None:
+        """Note that an engine has died: what it had is asked for again, as the next attempt."""
+        suspects: dict[str, None] = {}
+        for rollout in list(self._in_engines[engine_id]):
+            self._out_of_engine(rollout)
+            suspects[rollout.prompt_id] = None
+            rollout.begin_anew()
+            self._lost.setdefault(rollout.group_id, []).append(rollout)
+        self.quarantine.died("engine", list(suspects))
+
+    def _ask_again(self, group_id: int) -> None:
+        rollouts = self._lost[group_id]
+        if self.quarantine.holds(rollouts[0].prompt_id):
+            del self._lost[group_id]
+            for rollout in rollouts:
+                rollout.finish = Finish.ERROR
+                self._finish(rollout)
+            return
+        newest = max(rollout.version for rollout in rollouts)
+        may_take = {
+            engine.engine_id: self.outstanding[engine.engine_id]
+            for engine in self.engines
+            if engine.is_alive and engine.version >= newest and self._may_take(engine.engine_id, rollouts[0])
+        }
+        engine_id = route(may_take)
+        if engine_id is None:
+            return
+        del self._lost[group_id]
+        for rollout in rollouts:
+            self._ask(rollout, engine_id)
+        self.note(self.engines[engine_id])
+
+    def _may_take(self, engine_id: int, rollout: Rollout) -> bool:
+        """Return whether an engine would not have two suspects at once (`rules.quarantine`)."""
+        if not self.quarantine.is_suspect("engine", rollout.prompt_id):
+            return True
+        others = {other.prompt_id for other in self._in_engines[engine_id] if other.group_id != rollout.group_id}
+        return not any(self.quarantine.is_suspect("engine", prompt_id) for prompt_id in others)

@@ -1,0 +1,392 @@
+"""One simulated run: the parts, how they are joined, and what becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.advantages import MethodAdvantages
+from orchestrator.ledger.rollouts import Counts
+from orchestrator.rules.admission import Admission, schedule_of
+from orchestrator.rules.batch import BatchCut, Verdict
+from orchestrator.rules.concurrency import FULL, Concurrency
+from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.rules.grouping import Grouping
+from orchestrator.simulate.batching import Batching, MethodFilter, step_rules_of
+from orchestrator.simulate.books import Books
+from orchestrator.simulate.cores import Cores
+from orchestrator.simulate.draws import Workload, fixed
+from orchestrator.simulate.engine import SimulatedEngine
+from orchestrator.simulate.events import Events
+from orchestrator.simulate.generation import Generation, Limits
+from orchestrator.simulate.links import Link
+from orchestrator.simulate.record import MAX_LANES, Record, Totals
+from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.scoring import Scoring, Stopping
+from orchestrator.simulate.trainer import Trainer
+from orchestrator.simulate.waits import Waits
+from orchestrator.simulate.weight_sync import WeightSync
+from orchestrator.simulate.world import NO_FAULTS, Faults, World, world_as_data
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config import Config
+from pipelinerl.config.file import write_run
+from pipelinerl.data.packing import Packing
+from pipelinerl.messages import Sample
+from pipelinerl.observe.journal import Journal
+
+MAX_DROPPED_STEPS = 10
+"""Groups that may fail or be stale in a row before the run ends, in steps, as in `orchestrator.pipeline`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What came of a simulated run."""
+
+    config: Config
+    world: World
+    seconds: float
+    rollouts: Counts
+    reasons: dict[str, int]
+    totals: Totals
+    num_events: int
+    num_generated_tokens: int
+    num_evicted: int
+
+
+def simulate(
+    config: Config,
+    world: World,
+    *,
+    seed: int = 0,
+    faults: Faults = NO_FAULTS,
+    folder: Path | None = None,
+    limit_s: float = 1e9,
+) -> Simulated:
+    """Simulate a run to its last step; `folder` becomes a run folder with its journal.
+
+    Raises `Stalled` where the run could not go on, and where it takes more than `limit_s` simulated seconds.
+    """
+    events = Events()
+    with contextlib.ExitStack() as at_end:
+        journal = None
+        if folder is not None:
+            folder.mkdir(parents=True)
+            write_run(folder, config)
+            journal = at_end.enter_context(contextlib.closing(Journal(folder, "orchestrator", clock=lambda: events.now_s)))
+            about = {"seed": seed, "faults": dataclasses.asdict(faults), "world": world_as_data(world)}
+            machine = {"cores": 0, "devices": 0}
+            journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=machine, simulated=about)
+        return _Run(config, world, seed=seed, faults=faults, events=events, journal=journal).run(limit_s)
+
+
+class _Run:
+    def __init__(self, config: Config, world: World, *, seed: int, faults: Faults, events: Events, journal: Journal | None) -> None:
+        self.config, self.world, self.seed, self.events = config, world, seed, events
+        slowdowns = {(kind, other): much for key, much in world.slowdowns.items() for kind, other in [key.split("/")]}
+        self.cores = Cores(events, slowdowns=slowdowns)
+        self.record, self.books, self.waits = Record(events, journal), Books(), Waits(events)
+        method = method_of(config)
+        rules = MethodAdvantages(method, config.reward, correct_reward=config.algorithm.correct_reward).step_rules()
+        self.num_siblings = config.rollout.group_size + rules.adds_greedy
+        schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+        self.admission = Admission(
+            schedule=schedule,
+            groups_per_step=config.batch.groups_per_step,
+            num_steps=config.trainer.steps,
+            max_running=config.max_running_rollouts,
+        )
+        self.engines = [self._engine(number) for number in range(config.engine.count)]
+        self.trainer = self._trainer(holds_batches=schedule.holds_batches)
+        self.slots = Slots(events, num_slots=config.scorer.slots)
+        self.generation = self._generation()
+        self.scoring = self._scoring()
+        self.batching = Batching(
+            grouping=Grouping(group_size=self.num_siblings),
+            cut=BatchCut(
+                groups_per_step=config.batch.groups_per_step,
+                max_staleness=schedule.max_staleness,
+                min_group_size=config.batch.min_group_size,
+                group_advantages=MethodFilter(method=method, correct_reward=config.algorithm.correct_reward),
+                rules=step_rules_of(rules),
+            ),
+            packing=Packing[Sample](max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
+            admission=self.admission,
+            trainer=self.trainer,
+            books=self.books,
+            queue_bytes=config.pipeline.queue_bytes,
+            max_dropped=MAX_DROPPED_STEPS * config.batch.groups_per_step,
+        )
+        self.link = Link(events, sender_rate=world.sync.sender_rate, receiver_rate=world.sync.receiver_rate)
+        self.weight_sync = WeightSync(
+            events,
+            world=world.sync,
+            link=self.link,
+            generation=self.generation,
+            admission=self.admission,
+            kv_max_staleness=config.weights.kv_max_staleness,
+            seed=seed,
+        )
+        self.faults = _faults_by_step(faults, num_steps=config.trainer.steps, seed=seed)
+        self.fault_world, self.chance = faults, np.random.default_rng((seed, 2))
+        self.concurrency: Concurrency | None = None
+        self.is_finished = False
+        self._num_tokens_of_dead = 0
+        self._join()
+
+    # --- parts ---
+
+    def _engine(self, number: int) -> SimulatedEngine:
+        config, world = self.config, self.world
+        engine = SimulatedEngine(
+            world.engine, engine_id=number, max_running=config.engine.max_running, cores=self.cores, pause_s=world.sync.pause_s
+        )
+        if number < MAX_LANES:
+            engine.on_busy = lambda engine, start, end: self.record.span(f"engine-{engine.engine_id}", "forward", start, end)
+        return engine
+
+    def _trainer(self, *, holds_batches: bool) -> Trainer:
+        config = self.config
+        return Trainer(
+            self.world.trainer,
+            self.world.sync,
+            cores=self.cores,
+            num_replicas=config.trainer.layout.replicas,
+            num_steps=config.trainer.steps,
+            holds_batches=holds_batches,
+            epochs=config.trainer.epochs,
+            checkpoint_every=config.checkpoint.every,
+        )
+
+    def _generation(self) -> Generation:
+        config, world = self.config, self.world
+        has_environment = config.environment.function is not None
+        num_calls = config.environment.concurrency or config.scorer.slots
+        return Generation(
+            self.events,
+            engines=self.engines,
+            admission=self.admission,
+            workload=Workload(
+                seed=self.seed,
+                num_siblings=self.num_siblings,
+                prompt_tokens=world.prompt_tokens,
+                lengths=world.lengths,
+                likeness=world.likeness,
+                turns=world.scoring.turns if has_environment else fixed(1.0),
+                score_s=world.scoring.score_s,
+                reply_s=world.scoring.reply_s,
+                reward_mean=world.reward_mean,
+                reward_spread=world.reward_spread,
+            ),
+            world=world.scoring,
+            limits=Limits(
+                group_size=config.rollout.group_size,
+                num_siblings=self.num_siblings,
+                max_tokens=config.rollout.max_tokens,
+                max_turns=config.environment.max_turns if has_environment else 1,
+                chunk_tokens=config.prm.chunk_tokens if config.prm.is_used else 0,
+            ),
+            books=self.books,
+            waits=self.waits,
+            num_prompts=config.data.limit or world.num_prompts,
+            replies=Slots(self.events, num_slots=num_calls) if has_environment else None,
+        )
+
+    def _scoring(self) -> Scoring:
+        config, stop = self.config, self.config.prm.early_stop
+        stopping = None
+        if config.prm.is_used and stop.threshold is not None:
+            rule = EarlyStop(
+                threshold=stop.threshold, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed
+            )
+            audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
+            stopping = Stopping(rule=rule, audit=audit)
+        return Scoring(
+            self.events,
+            world=self.world.scoring,
+            slots=self.slots,
+            prm=Slots(self.events, num_slots=1) if config.prm.is_used else None,
+            stopping=stopping,
+            comparing=Grouping(group_size=self.num_siblings) if config.compares_siblings else None,
+            min_group_size=config.batch.min_group_size,
+            queue_bytes=config.pipeline.queue_bytes,
+            deadline_s=config.scorer.deadline_s,
+            chunk_tokens=config.prm.chunk_tokens,
+            max_waiting_tokens=config.prm.max_waiting_tokens,
+            stop=self.generation.stop,
+        )
+
+    def _join(self) -> None:
+        """Join the parts in the order of the flow."""
+        self.events.settle = self.generation.settle
+        self.generation.full = self.scoring.full
+        self.generation.on_finished = self.scoring.take
+        self.generation.on_chunk = self.scoring.chunk
+        self.scoring.on_scored = self.batching.take
+        self.scoring.on_room = self.generation.credit
+        self.batching.on_taken = self.scoring.taken
+        self.batching.on_verdict = self._verdict
+        self.trainer.on_done = self._step_done
+        self.trainer.on_published = self._published
+        self.trainer.on_begun = self._step_begun
+        self.trainer.on_span = lambda name, start, end: self.record.span("trainer-0", name, start, end)
+        self.weight_sync.on_line = self.record.line
+        self.weight_sync.begin()
+        if self.config.pipeline.adaptive_concurrency and self.engines[0].kv_used is not None:
+            self.concurrency = Concurrency(
+                most=self.admission.max_running,
+                least=self.config.engine.count * self.num_siblings,
+                group_size=self.num_siblings,
+            )
+            self.events.after(self.world.report_every_s, self._report)
+        if self.record.has_journal:
+            self.events.after(0.0, self._status)
+
+    # --- the run ---
+
+    def run(self, limit_s: float) -> Simulated:
+        events = self.events
+        events.run(until=lambda: self.is_finished and self.generation.all_hold(self.config.trainer.steps), limit_s=limit_s)
+        counts = self.books.finish()
+        if self.record.has_journal:
+            self.record.status(self._gauges())
+        self.record.line("end", reason="finished", rollouts=dataclasses.asdict(counts), elapsed_s=events.now_s)
+        return Simulated(
+            config=self.config,
+            world=self.world,
+            seconds=events.now_s,
+            rollouts=counts,
+            reasons=dict(self.books.reasons),
+            totals=self.record.totals,
+            num_events=events.num_happened,
+            num_generated_tokens=self._num_generated(),
+            num_evicted=sum(engine.num_evicted for engine in self.engines),
+        )
+
+    def _verdict(self, verdict: Verdict) -> None:
+        self.generation.credit()
+        self.record.verdict(verdict)
+
+    def _step_done(self, step: int, metrics: dict[str, float]) -> None:
+        gauges = [engine.gauges() for engine in self.engines]
+        busy_s, idle_s = (sum(float(one[name] or 0.0) for one in gauges) for name in ("busy_s", "idle_s"))
+        self.record.trained(step, metrics, engine_s=(busy_s, idle_s))
+        self.batching.trained(step)
+        self.books.counts()
+
+    def _published(self, version: int) -> None:
+        self.weight_sync.announce(version)
+        self.generation.credit()
+        self.is_finished = version == self.config.trainer.steps
+
+    def _report(self) -> None:
+        """Have the live rule hear how full every KV cache is; it is left out where it could change nothing."""
+        used = [(engine.kv_used or 0.0, engine) for engine in self.engines if engine.is_alive]
+        concurrency, most = self.concurrency, self.config.max_running_rollouts
+        assert concurrency is not None
+        if concurrency.limit < most or max((one for one, _ in used), default=0.0) > FULL:
+            for kv_used, engine in sorted(used, key=lambda pair: pair[0] > FULL):
+                concurrency.reported(
+                    engine.engine_id,
+                    kv_used=kv_used,
+                    num_held=engine.num_running + engine.num_waiting,
+                    num_outstanding=self.generation.num_outstanding,
+                )
+                if concurrency.limit != self.admission.max_running:
+                    self.admission.max_running = concurrency.limit
+                    self.generation.credit()
+                    self.record.line("limit", max_running=concurrency.limit, engine_id=engine.engine_id, kv_used=kv_used)
+        self.events.after(self.world.report_every_s, self._report)
+
+    # --- faults ---
+
+    def _step_begun(self, step: int) -> None:
+        for fault in self.faults.pop(step, ()):
+            match fault:
+                case "engine":
+                    self._kill_engine(int(self.chance.integers(len(self.engines))))
+                case "trainer":
+                    self.record.line("fault", what="trainer")
+                    self.events.after(0.0, self.trainer.die)
+                case "scorer":
+                    self.record.line("fault", what="scorer", seconds=self.fault_world.lasts_s)
+                    self.slots.slowness *= self.fault_world.slowness
+                    self.events.after(self.fault_world.lasts_s, self._scorer_recovers)
+                case _:
+                    self.record.line("fault", what="link", seconds=self.fault_world.lasts_s)
+                    self.link.lose(self.fault_world.lasts_s)
+
+    def _scorer_recovers(self) -> None:
+        self.slots.slowness /= self.fault_world.slowness
+
+    def _kill_engine(self, engine_id: int) -> None:
+        engine, generation = self.engines[engine_id], self.generation
+        if not engine.is_alive:
+            return
+        self.record.line("fault", what="engine", engine_id=engine_id)
+        engine.die()
+        self._num_tokens_of_dead += engine.num_tokens
+        generation.num_missing += 1
+        generation.note(engine)
+        generation.lost(engine_id)
+        self.weight_sync.left(engine_id)
+        self.events.after(self.world.engine.restart_s, lambda: self._restart_engine(engine_id))
+
+    def _restart_engine(self, engine_id: int) -> None:
+        """Have a process take its place, which samples under the model that the run began with until it holds the newest policy."""
+        engine = self.engines[engine_id] = self._engine(engine_id)
+        self.generation.num_missing -= 1
+        self.generation.note(engine)
+        self.weight_sync.joined(engine)
+
+    # --- gauges ---
+
+    def _num_generated(self) -> int:
+        return self._num_tokens_of_dead + sum(int(engine.gauges()["num_tokens"] or 0) for engine in self.engines)
+
+    def _status(self) -> None:
+        self.record.status(self._gauges())
+        self.events.after(self.record.every_s, self._status)
+
+    def _gauges(self) -> dict[str, Any]:
+        scoring, slots = self.scoring, self.slots
+        return {
+            "version": self.admission.version,
+            "step": self.trainer.step,
+            "num_steps": self.config.trainer.steps,
+            "groups_running": self.admission.running,
+            "groups_accepted": self.admission.accepted,
+            "max_running": self.admission.max_running,
+            "rollouts": dataclasses.asdict(self.books.counts()),
+            "reasons": dict(self.books.reasons),
+            "generated_tokens": self._num_generated(),
+            "engines": [engine.gauges() for engine in self.engines if engine.is_alive],
+            "scorers": [{"scorer_id": 0, "num_running": slots.num_running, "num_scored": slots.num_done, "busy_s": slots.busy_s}],
+            "prm": None,
+            "environment": None,
+            "queues": {
+                "trajectories": _queue(scoring.num_waiting),
+                "scored": _queue(self.batching.num_waiting, num_bytes=scoring.claimed_bytes, bound=self.config.pipeline.queue_bytes),
+            },
+            "refused": {},
+            "waits": self.waits.under_way(),
+            "waited_s": self.waits.all_waited_s(),
+            "memory_bytes": None,
+        }
+
+
+def _queue(items: int, *, num_bytes: int = 0, bound: int = 0) -> dict[str, int]:
+    return {"items": items, "bytes": num_bytes, "bound_bytes": bound, "num_items_total": 0}
+
+
+def _faults_by_step(faults: Faults, *, num_steps: int, seed: int) -> dict[int, list[str]]:
+    """Draw the step at whose first row each fault happens."""
+    chance = np.random.default_rng((seed, 3))
+    kinds = [kind for kind in ("engine", "trainer", "scorer", "link") for _ in range(getattr(faults, kind))]
+    found: dict[int, list[str]] = {}
+    for kind in kinds:
+        found.setdefault(int(chance.integers(min(1, num_steps - 1), num_steps)), []).append(kind)
+    return found

@@ -1,0 +1,167 @@
+"""How long everything takes, and how often it fails: what a simulation assumes beside the run's own settings.
+
+Each field says what it is; `origins` says where the value comes from, so that every printed figure can name what it hangs on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.simulate.draws import Distribution, fixed
+
+_NOTHING, _ONE = fixed(0.0), fixed(1.0)
+_CALL_S, _REPLY_S = fixed(0.01), fixed(0.05)
+_PROMPT, _LENGTH = fixed(64.0), fixed(256.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorld:
+    """One engine."""
+
+    pass_s: tuple[tuple[float, float], ...] = ((1, 0.02),)
+    """(sequences, seconds) of a forward pass that samples for so many, without its reads of KV caches: linear between and beyond."""
+    kv_token_s: float = 0.0
+    """Seconds of a pass for each token in the caches of the sequences that it samples for."""
+    prefill_token_s: float = 0.0
+    """Seconds of a pass for each token of a prompt that it computes."""
+    pass_tokens: int = 8192
+    """Tokens of the largest pass: prompts that do not fit go on in the next."""
+    kv_tokens: float = math.inf
+    """Tokens that the KV cache holds."""
+    has_prefix_cache: bool = True
+    """Siblings on one engine and one version share their prompt, turns of an episode all that came before."""
+    answer_s: float = 0.0
+    """From the end of a pass until the orchestrator has the answer."""
+    restart_s: float = 30.0
+    """From the death of a process until the next one has the model loaded."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWorld:
+    """The way of a policy from the trainer to the engines."""
+
+    publish_s: float = 0.0
+    """Seconds in which the trainer does nothing else."""
+    publish_beside_s: float = 0.0
+    """Seconds beside the next step's rows, until the policy is announced."""
+    num_bytes: float = 0.0
+    """That travel to each engine."""
+    sender_rate: float = math.inf
+    """Bytes per second that leave the trainer, to all engines together."""
+    receiver_rate: float = math.inf
+    """Bytes per second into one engine."""
+    stage_s: Distribution = _NOTHING
+    """Seconds of an engine's staging beside the transfer."""
+    pause_s: float = 0.0
+    """Seconds between two passes in which the engine swaps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerWorld:
+    """The trainer; seconds are of one replica."""
+
+    row_s: float = 0.0
+    """Seconds of a row, whatever is in it."""
+    token_s: float = 1e-5
+    """Seconds of a row for each of its tokens."""
+    square_s: float = 0.0
+    """Seconds of a row for each square of a sample's tokens: attention."""
+    step_s: float = 0.0
+    """Seconds of a step beside its rows: reductions and the optimizer."""
+    checkpoint_s: float = 0.0
+    """Seconds in which a checkpoint holds up training."""
+    restart_s: float = 60.0
+    """From the death of a process until the next one trains."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringWorld:
+    """Rewards, environment and process reward model."""
+
+    score_s: Distribution = _CALL_S
+    """Seconds of one call."""
+    group_score_s: Distribution = _CALL_S
+    """Seconds of a call that compares siblings."""
+    failed_fraction: float = 0.0
+    """Part of the calls that end in an error."""
+    overhead_s: float = 0.0
+    """From a completion until its call begins, and from its end until its group is batched, beside all waits."""
+    reply_s: Distribution = _REPLY_S
+    """Seconds of an environment's reply."""
+    reply_tokens: int = 0
+    """Tokens of it."""
+    turns: Distribution = _ONE
+    """Turns of an episode."""
+    prm_batch_s: float = 0.0
+    """Seconds of a chunk in the process reward model, whatever its size."""
+    prm_token_s: float = 0.0
+    """Seconds for each of its tokens."""
+    hopeless_fraction: float = 0.0
+    """Part of the rollouts that the process reward model flags, each at a step drawn evenly."""
+
+
+_ENGINE, _SYNC, _TRAINER, _SCORING = EngineWorld(), SyncWorld(), TrainerWorld(), ScoringWorld()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """All of it."""
+
+    engine: EngineWorld = _ENGINE
+    sync: SyncWorld = _SYNC
+    trainer: TrainerWorld = _TRAINER
+    scoring: ScoringWorld = _SCORING
+    prompt_tokens: Distribution = _PROMPT
+    lengths: Distribution = _LENGTH
+    """Tokens that a rollout would write without a limit."""
+    likeness: float = 0.0
+    """Correlation of the lengths of siblings."""
+    reward_mean: float = 0.5
+    reward_spread: float = 0.3
+    """How far prompts differ in difficulty: 0 not at all, 1: each is always right or always wrong."""
+    num_prompts: int = 1 << 40
+    """Rows of the source."""
+    slowdowns: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """How much longer work lasts beside other work, by `kind/other`, of engine and trainer; see `cores`. Empty: own devices."""
+    report_every_s: float = 1.0
+    """Seconds between two reports of an engine's gauges, which adaptive concurrency follows."""
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Where values come from, by field or part: a run, a plan, or a guess."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Faults, each at the beginning of a step drawn by seed, all of them different."""
+
+    engine: int = 0
+    """Deaths of an engine's process: what it had is asked for again, elsewhere."""
+    trainer: int = 0
+    """Deaths of the trainer: it goes on from its newest checkpoint."""
+    scorer: int = 0
+    """Times for which every call takes `slowness` times as long."""
+    link: int = 0
+    """Times for which no policy travels."""
+    lasts_s: float = 60.0
+    """Seconds of a slow scorer or a lost link."""
+    slowness: float = 10.0
+
+
+NO_FAULTS = Faults()
+
+
+def world_as_data(world: World) -> dict[str, Any]:
+    """Return a world as JSON values; what is not bounded is None."""
+    return {field.name: _plain(getattr(world, field.name)) for field in dataclasses.fields(world)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and math.isinf(value) else value

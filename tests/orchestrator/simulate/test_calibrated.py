@@ -1,0 +1,130 @@
+"""A world is learned from a run: from a journal and a ledger whose seconds were made up, the made-up numbers come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.run import simulate
+from orchestrator.simulate.world import World
+from pipelinerl.errors import DataError
+from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
+from pipelinerl.observe.journal import Journal
+from tests.orchestrator.simulate.worlds import config
+
+PASS_S, SEQUENCE_S, ROW_S, TOKEN_S, SLOWER = 0.010, 0.0004, 0.03, 2e-5, 0.5
+NUM_STEPS, PROMPT = 12, 6
+
+
+def write_run(folder: Path) -> None:
+    """One engine and a trainer that works every other second: then a pass takes 1.5 times as long."""
+    now = [1000.0]
+    chance = np.random.default_rng(0)
+    engine = Journal(folder, "engine-0", clock=lambda: now[0])
+    trainer, scorer, run = (Journal(folder, name, clock=lambda: now[0]) for name in ("trainer-0", "scorer-0", "orchestrator"))
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.begin({}, now_s=0.0, unix_s=1000.0)
+    passes = tokens = busy_s = 0.0
+    for second in range(2 * NUM_STEPS + 4):
+        is_working = second % 2 == 1
+        num = int(chance.integers(2, 30))
+        done = round(0.8 / ((PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working)))
+        spent_s = done * (PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working)
+        now[0] += 1.0
+        passes, tokens, busy_s = passes + done, tokens + done * num, busy_s + spent_s
+        idle_s = second + 1 - busy_s
+        engine.write("load", engine_id=0, num_running=num, num_tokens=tokens, num_steps=passes, busy_s=busy_s, idle_s=idle_s, kv_used=None)
+        if is_working:
+            trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0])
+            write_step(run, ledger, step=second // 2, chance=chance, now_s=now[0] - 1000)
+        scorer.span("scorer-0/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.25)
+    for journal in (engine, trainer, scorer, run):
+        journal.close()
+    ledger.finish("finished", now_s=now[0] - 1000)
+    ledger.close()
+
+
+def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Generator, now_s: float) -> None:
+    lengths = [max(1, int(chance.integers(4, 9)) * (1 + 3 * (step % 2))) for _ in range(2)]
+    prompt = Prompt(prompt_id=f"0:{step}", text="", token_ids=np.ones(PROMPT, np.int32))
+    names = ledger.admit(step, prompt, group_size=2, position=(0, step), now_s=now_s)
+    for sibling, (name, length) in enumerate(zip(names, lengths, strict=True)):
+        ledger.issue(name, attempt=0, engine_id=0, version=step, now_s=now_s)
+        num = PROMPT + length
+        trajectory = Trajectory(
+            rollout_id=name,
+            group_id=step,
+            sibling=sibling,
+            attempt=0,
+            prompt=prompt,
+            token_ids=np.ones(num, np.int32),
+            loss_mask=np.arange(num) >= PROMPT,
+            logprobs=np.zeros(num, np.float32),
+            versions=np.where(np.arange(num) >= PROMPT, step, -1).astype(np.int32),
+            finish=Finish.STOP,
+        )
+        ledger.record_completion(trajectory, now_s=now_s)
+        score = Score(rollout_id=name, attempt=0, outcome=Outcome.OK, reward=float(step % 4 == 0))
+        ledger.record_score(ScoredTrajectory(trajectory=trajectory, score=score), now_s=now_s + 0.3)
+    num_tokens, num_rows = 40 * (5 + step), 1 + step % 3
+    ledger.close_step(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=2, now_s=now_s)
+    seconds = ROW_S * num_rows + TOKEN_S * num_tokens
+    trained = {"forward_backward_s": seconds, "optimizer_s": 0.07, "publish_async_s": 0.02, "publish_s": 0.0, "wait_s": 0.1}
+    run.write("swap", engine_id=0, version=step + 1, stage_s=0.04, pause_s=0.003, num_running=0, num_recomputed_tokens=0)
+    run.write("step", step=step, num_tokens=num_tokens, num_trained_tokens=num_tokens - 2 * PROMPT, num_samples=2, trainer=trained)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("learned") / "run"
+    write_run(folder)
+    return world_of_run(config(), folder)
+
+
+def test_seconds_of_passes_come_back(learned: World):
+    (_, none), (_, one) = learned.engine.pass_s
+    assert none == pytest.approx(PASS_S, rel=0.05)
+    assert one - none == pytest.approx(SEQUENCE_S, rel=0.05)
+
+
+def test_so_does_what_the_trainer_costs_the_engine(learned: World):
+    assert learned.slowdowns["engine/trainer"] == pytest.approx(SLOWER, abs=0.051)
+    assert "engine/engine" not in learned.slowdowns, "one engine says nothing of two"
+
+
+def test_seconds_of_rows_and_tokens_are_told_apart(learned: World):
+    beside = 1 + learned.slowdowns.get("trainer/engine", 0.0) * 0.8
+    assert learned.trainer.row_s * beside == pytest.approx(ROW_S, rel=0.1)
+    assert learned.trainer.token_s * beside == pytest.approx(TOKEN_S, rel=0.1)
+
+
+def test_policies_scores_and_rewards_come_back(learned: World):
+    assert (learned.sync.publish_beside_s, learned.sync.pause_s, learned.sync.stage_s.average) == pytest.approx((0.02, 0.003, 0.04))
+    assert learned.scoring.score_s.average == pytest.approx(0.25)
+    assert learned.scoring.overhead_s == pytest.approx(0.05, abs=1e-6)
+    assert learned.reward_mean == pytest.approx(4 / 14)
+    assert learned.reward_spread > 0.9, "siblings always agree"
+    assert learned.prompt_tokens.average == pytest.approx(PROMPT)
+    assert learned.likeness > 0.3, "every other group is four times as long"
+    assert learned.origins["engine"] == "run run"
+
+
+def test_what_was_learned_simulates(learned: World):
+    ended = simulate(config(trainer={"steps": 5}), dataclasses.replace(learned, reward_spread=0.2))
+    assert ended.rollouts.trained == 10
+
+
+def test_a_run_that_tells_too_little_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "journal").mkdir()
+    with pytest.raises(DataError, match="no ledger at"):
+        world_of_run(config(), tmp_path)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.begin({}, now_s=0.0, unix_s=0.0)
+    ledger.close()
+    with pytest.raises(DataError, match="trained at least 2 steps"):
+        world_of_run(config(), tmp_path)

@@ -1,0 +1,228 @@
+"""Whole simulated runs: one worked out on paper, the others held to conservation, to their seed and to the live rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.rules import admission as live_admission
+from orchestrator.rules.batch import BatchCut
+from orchestrator.simulate.draws import Distribution, fixed
+from orchestrator.simulate.run import Simulated, simulate
+from orchestrator.simulate.summary import hangs_on, summary_of
+from orchestrator.simulate.world import EngineWorld, Faults, ScoringWorld, SyncWorld, TrainerWorld, World
+from pipelinerl.errors import Stalled
+from pipelinerl.observe.lines import read_journals
+from pipelinerl.observe.report import write_report
+from pipelinerl.observe.report.diagnosis import diagnose
+from pipelinerl.observe.report.headline import headline
+from pipelinerl.observe.report.reading import read_tables
+from tests.orchestrator.simulate.worlds import BUSY, ON_PAPER, config
+from tests.sim.run import config as live_config
+from tests.sim.run import run as live_run
+
+MANY: dict[str, Any] = {
+    "rollout": {"group_size": 4, "max_tokens": 200},
+    "engine": {"kind": "fake", "count": 3, "max_running": 16},
+    "batch": {"groups_per_step": 8, "max_tokens": 600},
+    "pipeline": {"max_staleness": 3},
+    "trainer": {"steps": 25},
+    "scorer": {"slots": 4},
+    "checkpoint": {"every": 10},
+}
+
+
+def test_two_engines_three_groups_and_a_swap_on_paper():
+    """Seconds:
+
+    0     groups 0 and 1, as many as (K + 0 + 1) * B allows, go to engines 0 and 1: four passes
+    4     both end. Step 0 trains until 6, version 1 is staged by 6.5 and held by 6.75: group 2 is admitted, to engine 0
+    6     step 1 trains until 8, version 2 is staged at 8.5: engine 1 is idle and holds it at 8.75, engine 0 is within a pass until 8.75
+    8.75  its pause, until 9; then two more passes
+    11    group 2 ends, half of it of version 1. Step 2 trains until 13, its policy is held at 13.75
+    """
+    ended = simulate(config(), ON_PAPER)
+    totals = ended.totals
+    assert ended.seconds == pytest.approx(13.75)
+    assert totals.step_ends_s == [pytest.approx(6.0), pytest.approx(8.0), pytest.approx(13.0)]
+    assert totals.waits_s == [pytest.approx(4.0), pytest.approx(0.0), pytest.approx(3.0)]
+    assert totals.ages == {0: 8 + 4, 1: 8 + 4}
+    assert totals.gauges[-1][0] == pytest.approx(4 + 4 + 2 + 2), "seconds of passes"
+    assert (ended.rollouts.admitted, ended.rollouts.trained) == (6, 6)
+    found = summary_of(ended)
+    assert found.tokens_per_s == pytest.approx(16 / 7), "of steps 1 and 2"
+    assert found.trainer_idle_fraction == pytest.approx(3 / 7)
+
+
+def test_a_synchronous_run_takes_turns_on_paper():
+    """Every step: four passes, a row and the end of the step, then half a second until engines that are idle hold the policy, and a
+    quarter for the swap.
+    """
+    ended = simulate(config(pipeline={"mode": "sync"}), ON_PAPER)
+    assert ended.totals.step_ends_s == [pytest.approx(6.0 + 6.75 * step) for step in range(3)]
+    assert set(ended.totals.ages) == {0}
+
+
+def test_one_step_off_trains_what_the_version_before_wrote():
+    ended = simulate(config(pipeline={"mode": "one_step_off"}, trainer={"steps": 4}), ON_PAPER)
+    assert max(ended.totals.ages) == 1
+    assert ended.totals.ages[0] == 8, "the first step alone"
+
+
+def broken(ended: Simulated) -> list[str]:
+    counts = ended.rollouts
+    wrong = [] if counts.holds and not counts.in_flight else [str(counts)]
+    samples = ended.config.batch.groups_per_step * ended.config.rollout.group_size
+    wrong += [f"{num} samples" for num in ended.totals.step_samples if num > samples]
+    if max(ended.totals.ages) > ended.config.pipeline.max_staleness:
+        wrong.append(f"staleness {max(ended.totals.ages)}")
+    return wrong
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dapo": {"algorithm": {"name": "dapo"}},
+    "greedy": {"algorithm": {"name": "remax"}},
+    "sync": {"pipeline": {"mode": "sync"}},
+    "one_step_off": {"pipeline": {"mode": "one_step_off"}},
+    "replicas": {"trainer": {"steps": 25, "ranks": 3}},
+    "epochs": {"trainer": {"steps": 25, "epochs": 2}},
+    "environment": {"environment": {"function": "unused:environment"}},
+    "kv_staleness": {"weights": {"kv_max_staleness": 1}},
+    "comparing": {"reward": [{"function": "unused:reward"}, {"function": "unused:compare", "per": "group"}]},
+    "prm": {
+        "prm": {"path": "unused", "early_stop": {"threshold": 0.5, "keep_probability": 0.3}},
+        "algorithm": {"name": "rloo_early_stop"},
+    },
+    "little_room": {"pipeline": {"max_staleness": 3, "queue_bytes": 20_000}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_lost_and_nothing_is_too_old(case: str):
+    sections = {**MANY}
+    for name, values in CASES[case].items():
+        sections[name] = values if isinstance(values, list) else {**MANY.get(name, {}), **values}
+    world = BUSY
+    if case == "prm":
+        scoring = dataclasses.replace(BUSY.scoring, prm_batch_s=0.001, prm_token_s=1e-5, hopeless_fraction=0.4)
+        world = dataclasses.replace(BUSY, scoring=scoring)
+    ended = simulate(config(**sections), world)
+    assert broken(ended) == []
+    assert len(ended.totals.step_ends_s) == 25
+    match case:
+        case "dapo":
+            assert ended.reasons["filtered: zero_variance"] > 0
+        case "greedy":
+            assert ended.reasons["filtered: greedy baseline"] > 0
+        case "prm":
+            assert ended.reasons["filtered: stopped early"] > 0
+        case "plain":
+            assert ended.num_evicted > 0
+            assert ended.rollouts.failed > 0
+        case _:
+            pass
+
+
+FAULTS = Faults(engine=3, trainer=2, scorer=1, link=1, lasts_s=2.0)
+
+
+def test_faults_by_seed_lose_nothing_and_cost_time():
+    quiet, ended = simulate(config(**MANY), BUSY), simulate(config(**MANY), BUSY, faults=FAULTS)
+    assert broken(ended) == []
+    assert len(ended.totals.step_ends_s) == 25
+    assert ended.seconds > quiet.seconds + 3.0, "a trainer alone is away for as long"
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_journals(folder) if line["kind"] != "run"]
+
+
+def test_a_seed_repeats_a_run_exactly_and_another_does_not(tmp_path: Path):
+    def journal(name: str, seed: int) -> str:
+        simulate(config(**MANY), BUSY, seed=seed, faults=FAULTS, folder=tmp_path / name)
+        return json.dumps(lines(tmp_path / name))
+
+    first = journal("a", 5)
+    assert journal("b", 5) == first
+    assert journal("c", 6) != first
+
+
+def test_the_live_rules_decide(monkeypatch: pytest.MonkeyPatch):
+    """A rule that is broken breaks the simulated run in the same way."""
+    usual = simulate(config(**MANY), BUSY)
+    with monkeypatch.context() as patch:
+        patch.setattr(live_admission.Admission, "limit", lambda self, version: 10**9)
+        patch.setattr(BatchCut, "_is_stale", lambda self, siblings: False)
+        assert max(simulate(config(**MANY), BUSY).totals.ages) > max(usual.totals.ages)
+    with monkeypatch.context() as patch:
+        patch.setattr(live_admission.Admission, "dropped", lambda self: None)
+        with pytest.raises(Stalled):
+            simulate(config(**MANY, algorithm={"name": "dapo"}), BUSY, limit_s=1e4)
+
+
+def test_the_lines_of_a_live_run_have_the_fields_of_a_simulated_one(tmp_path: Path):
+    live = live_run(live_config(trainer={"steps": 3}), folder=tmp_path / "live").lines
+    simulate(config(**MANY), BUSY, folder=tmp_path / "simulated")
+    mine = lines(tmp_path / "simulated")
+    for kind in ("status", "step", "swap", "policy", "staged", "joined", "end"):
+        first, other = ([line for line in journal if line["kind"] == kind][-1] for journal in (live, mine))
+        missing = first.keys() - other.keys() - {"num_bytes", "publish_s"}
+        assert missing <= {"repeated_fraction"}, kind
+        if kind == "status":
+            assert first["engines"][0].keys() == other["engines"][0].keys()
+
+
+def test_report_and_its_diagnosis_read_a_simulated_run(tmp_path: Path):
+    folder = tmp_path / "run"
+    ended = simulate(config(**MANY), BUSY, folder=folder)
+    tables = read_tables(folder)
+    found, mine = headline(tables), summary_of(ended)
+    assert found.trained_tokens_per_s == pytest.approx(mine.tokens_per_s)
+    assert found.staleness_mean == pytest.approx(mine.staleness_mean)
+    assert found.imbalance == 0
+    assert diagnose(tables).limiter is not None
+    assert "simulat" in write_report(folder).read_text() or folder.is_dir()
+
+
+def test_figures_hang_on_what_moves_them():
+    """Engines are the limit where a pass takes long, and the trainer where a token of training does."""
+
+    def strongest(world: World) -> str:
+        def run(world: World):
+            return summary_of(simulate(config(**{**MANY, "trainer": {"steps": 6}}), world))
+
+        return hangs_on(world, run(world), run=run)["tokens_per_s"][0]
+
+    slow_trainer = dataclasses.replace(BUSY, trainer=dataclasses.replace(BUSY.trainer, token_s=1e-3), lengths=fixed(60.0))
+    slow_engine = dataclasses.replace(
+        BUSY, engine=dataclasses.replace(BUSY.engine, pass_s=((1, 0.2),), kv_tokens=math.inf), lengths=fixed(300.0)
+    )
+    assert strongest(slow_trainer) == "seconds of training"
+    assert strongest(slow_engine) == "seconds of an engine's pass"
+
+
+@pytest.mark.parametrize("pipeline", [{"max_staleness": 4}, {"mode": "sync"}], ids=["streaming", "sync"])
+def test_a_simulated_run_comes_near_the_whole_orchestrator_on_a_simulated_clock(pipeline: dict[str, Any], tmp_path: Path):
+    """The live stages, engine loops and messages at the same speeds, token by token (`tests.sim`), take as long and grow as old."""
+    settings = live_config(trainer={"steps": 20}, engine={"count": 1, "max_running": 32}, scorer={"slots": 64}, pipeline=pipeline)
+    live = live_run(settings, folder=tmp_path)
+    steps = [line for line in live.lines if line["kind"] == "step"]
+    tokens = sum(line["num_trained_tokens"] for line in steps)
+    world = World(
+        engine=EngineWorld(pass_s=((1, 0.01),)),
+        sync=SyncWorld(stage_s=fixed(0.0525)),
+        trainer=TrainerWorld(token_s=2e-5),
+        scoring=ScoringWorld(score_s=Distribution(kind="uniform", low=0.01, high=0.03)),
+        prompt_tokens=Distribution(kind="uniform", low=4, high=12),
+        lengths=Distribution(kind="exponential", mean=24.5),
+    )
+    ended = simulate(settings, world)
+    assert sum(ended.totals.step_tokens) / ended.totals.step_ends_s[-1] == pytest.approx(tokens / steps[-1]["elapsed_s"], rel=0.05)
+    age = sum(line["staleness_mean"] * line["num_trained_tokens"] for line in steps) / tokens
+    assert summary_of(ended).staleness_mean == pytest.approx(age, abs=0.15)
