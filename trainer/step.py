@@ -119,6 +119,7 @@ class Step:
             device=self.replicas.device,
             context_shard=self.replicas.context_shard,
             routes=None if batch.routes is None else table_of(batch.routes),
+            nodes=batch.nodes,
         )
 
     def split(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:

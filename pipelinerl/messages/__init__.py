@@ -22,6 +22,7 @@ from pipelinerl.messages.base import Id as Id
 from pipelinerl.messages.base import Int32 as Int32
 from pipelinerl.messages.base import Mask as Mask
 from pipelinerl.messages.base import Message as Message
+from pipelinerl.messages.base import Nodes as Nodes
 from pipelinerl.messages.base import Outcome as Outcome
 from pipelinerl.messages.base import Prompt as Prompt
 from pipelinerl.messages.base import Starting as Starting

@@ -56,6 +56,26 @@ def check_lengths(owner: Message, *names: str) -> None:
         raise ValueError(f"{type(owner).__name__}: columns differ in length: {lengths}; expected one length")
 
 
+class Nodes(Message, frozen=True):
+    """The shape of episodes that branch: their tokens stand node after node, each once, and a node continues the context of its parent.
+
+    Legend: `M` nodes.
+    """
+
+    parents: Int32
+    """[M] int32, index of an earlier node, -1 for one that continues nothing."""
+    lengths: Int32
+    """[M] int32, tokens of each node, at least one."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, "parents", "lengths")
+        is_earlier = (self.parents >= -1) & (self.parents < np.arange(len(self.parents)))
+        if not is_earlier.all() or (self.lengths < 1).any():
+            raise ValueError(
+                f"Nodes: parents {self.parents.tolist()} of {self.lengths.tolist()} tokens, expected earlier nodes or -1, and no empty one"
+            )
+
+
 def check_depth(prompt: Prompt) -> None:
     """Raise `ValueError` for columns or chat messages that are nested deeper than `MAX_DEPTH`."""
     level: list[Any] = [*prompt.columns.values(), *prompt.chat]

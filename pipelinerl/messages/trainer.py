@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
-from pipelinerl.messages.base import Alive, Failed, Figures, Float32, Id, Int32, Mask, Message, Stop, Text, check_lengths
+from pipelinerl.messages.base import Alive, Failed, Figures, Float32, Id, Int32, Mask, Message, Nodes, Stop, Text, check_lengths
 from pipelinerl.messages.engine import Routes, Tensor, Transports
 
 
@@ -98,6 +99,8 @@ class MicroBatch(Message, frozen=True):
     """[N] int32, index into `reference.teachers` of the teacher that judges it; None in a run without teachers."""
     routes: Routes | None = None
     """[R] rows; None where no token's experts are known."""
+    nodes: Nodes | None = None
+    """Nodes of all samples in order, a whole one as one node; None where no sample branches."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -108,6 +111,18 @@ class MicroBatch(Message, frozen=True):
             )
         if self.routes is not None and self.routes.num_rows != len(self.token_ids):
             raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
+        if self.nodes is not None:
+            self._check_nodes(self.nodes, name=name)
+
+    def _check_nodes(self, nodes: Nodes, *, name: str) -> None:
+        sample_ends, node_ends = np.cumsum(self.lengths), np.cumsum(nodes.lengths)
+        sample_of = np.searchsorted(sample_ends, node_ends)
+        if int(nodes.lengths.sum()) != len(self.token_ids) or not np.isin(sample_ends, node_ends).all():
+            raise ValueError(
+                f"{name}: nodes of {nodes.lengths.tolist()} tokens, expected them to make up samples of {self.lengths.tolist()}"
+            )
+        if (sample_of[nodes.parents] != sample_of)[nodes.parents >= 0].any():
+            raise ValueError(f"{name}: nodes with parents {nodes.parents.tolist()}, expected each in the sample of its parent")
         for column in (self.rewards, self.truncated, self.group_ids, self.weights, self.engine_ids, self.teacher_ids):
             if column is not None and len(column) != len(self.lengths):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")

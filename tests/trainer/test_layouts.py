@@ -21,6 +21,7 @@ from trainer import backend
 from trainer.model import head
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
+from trainer.rows import trie
 
 pytestmark = [
     pytest.mark.process,
@@ -107,12 +108,13 @@ def folder_of(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def make_samples() -> list[dict[str, np.ndarray]]:
-    """Fourteen of 3 to 36 tokens, the last four siblings."""
+    """Fourteen of 3 to 36 tokens, the last four siblings, of which two go on alike."""
     generator = np.random.default_rng(0)
     samples = [make_sample(generator, prompt=int(generator.integers(2, 7)), completion=int(generator.integers(1, 30))) for _ in range(10)]
     siblings = [make_sample(generator, prompt=5, completion=completion) for completion in (3, 9, 3, 14)]
     for sibling in siblings:
         sibling["token_ids"][:5] = siblings[0]["token_ids"][:5]
+    siblings[2]["token_ids"][5:7] = siblings[1]["token_ids"][5:7]
     return samples + siblings
 
 
@@ -136,7 +138,8 @@ def train(
     metrics: dict[str, float] = {}
     num_rounds = -(-len(rows) // replicas.layout.replicas)
     for number in range(NUM_STEPS):
-        with mock.patch.object(backend, "ROWS_PER_RANK", 2), mock.patch.object(head, "MAX_LOGITS", max_logits):
+        few = (mock.patch.object(backend, "ROWS_PER_RANK", 2), mock.patch.object(trie, "LEAST", 2))
+        with few[0], few[1], mock.patch.object(head, "MAX_LOGITS", max_logits):
             for round_index in range(num_rounds):
                 index = round_index * replicas.layout.replicas + replicas.number
                 step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))

@@ -38,6 +38,7 @@ from pipelinerl.messages import (
     LayoutFixed,
     Message,
     MicroBatch,
+    Nodes,
     Observation,
     Outcome,
     PolicyHeld,
@@ -127,6 +128,7 @@ MICRO_BATCH = MicroBatch(
     lengths=np.array([1, 2], np.int32),
     rollout_ids=("4/0", "4/1"),
 )
+NODES = Nodes(parents=np.array([-1, -1, 1], np.int32), lengths=np.array([1, 1, 1], np.int32))
 EXAMPLES: tuple[Message, ...] = (
     PROMPT,
     Routes(num_layers=1, top_k=2, width=1, experts=np.array([3, 1, 0, 2], np.uint8)),
@@ -177,6 +179,7 @@ EXAMPLES: tuple[Message, ...] = (
     LayoutFixed(tensors=(TENSOR, TENSOR)),
     TakeMicroBatch(replica=0, step=1, index=2),
     MICRO_BATCH,
+    NODES,
     StepClosed(step=1, num_micro_batches=2, num_tokens=3, num_samples=4),
     StepDone(step=1, metrics={"loss": -0.5}, engines=(ENGINE_MISMATCH,)),
     ENGINE_MISMATCH,
@@ -388,3 +391,22 @@ def test_a_damaged_frame_is_an_accepted_message_or_a_wire_error(frame: bytes):
     assert type(message).__name__ in ANY.names
     if isinstance(message, Completion):
         assert len(message.token_ids) == len(message.logprobs) == len(message.versions)
+
+
+@pytest.mark.parametrize(
+    ("parents", "lengths", "said"),
+    [
+        ([-1, 1], [1, 2], r"Nodes: parents \[-1, 1\] of \[1, 2\] tokens"),
+        ([-2, 0], [1, 2], "expected earlier nodes or -1"),
+        ([-1, -1], [0, 3], "no empty one"),
+        ([-1, -1], [1, 1], r"nodes of \[1, 1\] tokens, expected them to make up samples of \[1, 2\]"),
+        ([-1, -1], [2, 1], r"nodes of \[2, 1\] tokens, expected them to make up"),
+        ([-1, 0], [1, 2], r"parents \[-1, 0\], expected each in the sample of its parent"),
+    ],
+)
+def test_nodes_of_a_row_make_up_its_samples(parents: list[int], lengths: list[int], said: str):
+    whole = msgspec.structs.replace(MICRO_BATCH, nodes=NODES)
+    assert plain(Decoder(MicroBatch).decode(encode(whole))) == plain(whole)
+    nodes = {"type": "Nodes", "parents": column(parents, "<i4"), "lengths": column(lengths, "<i4")}
+    with pytest.raises(WireError, match=said):
+        Decoder(MicroBatch).decode(rewritten(MICRO_BATCH, nodes=nodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipelinerl.data.expert_routes import routes_of, table_of
-from pipelinerl.messages import Mask, MicroBatch
+from pipelinerl.messages import Int32, Mask, MicroBatch, Nodes
 
 MIN_FRACTION = 1 / 8
 """Part of a row's tokens that must be without a gradient for the row to be split: a second forward pass has costs of its own, and a
@@ -44,5 +44,14 @@ def _chosen(batch: MicroBatch, samples: Mask) -> MicroBatch:
         lengths=batch.lengths[samples],
         rollout_ids=tuple(name for name, is_chosen in zip(batch.rollout_ids, samples.tolist(), strict=True) if is_chosen),
         routes=None if batch.routes is None else routes_of(table_of(batch.routes)[tokens]),
+        nodes=None if batch.nodes is None else _of_samples(batch.nodes, samples, lengths=batch.lengths),
         **{name: None if column is None else column[samples] for name, column in of_samples.items()},
     )
+
+
+def _of_samples(nodes: Nodes, samples: Mask, *, lengths: Int32) -> Nodes:
+    """The nodes of some of the samples of these lengths."""
+    is_chosen = samples[np.searchsorted(np.cumsum(lengths), np.cumsum(nodes.lengths))]
+    new_index = np.cumsum(is_chosen, dtype=np.int32) - 1
+    parents = np.where(nodes.parents < 0, -1, new_index[nodes.parents]).astype(np.int32)
+    return Nodes(parents=parents[is_chosen], lengths=nodes.lengths[is_chosen])

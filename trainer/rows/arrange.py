@@ -2,16 +2,18 @@
 
 Samples of a row never see each other, so they may stand in any order; and a causal model computes the same for the same beginning. So:
 
-- Samples of a row that share their prompt share its computation: the prompt becomes one *prefix*, what follows it one *branch* per sample.
-  With 8 siblings of as many prompt as completion tokens that is 9/16 of the tokens, at exactly the same gradients.
-- A sample ends before its last trained token: nothing is predicted from that one.
+- What samples begin with alike is computed once, see `trainer.rows.trie`: it becomes a *prefix* of what follows it. With 8 siblings of as
+  many prompt as completion tokens that is 9/16 of the tokens, at exactly the same gradients.
+- A sample may be an episode that branches (`Nodes`): its tokens, each once, are then the rows of its branches, which share theirs.
+- A row ends before its last trained token: nothing is predicted from that one.
 - Pieces of equal length (and equal prefix length) stand together as one `Block`, so that attention runs once per block and not once per
   sample: a row may hold hundreds of short samples.
 
 Under context parallelism several ranks share a row: each takes as many tokens, cut from both ends towards the middle, because the later a
 token stands in its sample the more it sees. A piece that is cut is two pieces; the second sees the first as it would a prefix.
 
-Legend: `R` tokens of the packed row, `I` tokens the model computes on this rank, `K` tokens with a loss, `J` of them on this rank.
+Legend: `R` tokens of the packed row, `E` of its samples' rows end to end, `I` tokens the model computes on this rank, `K` tokens with a
+loss, `J` of them on this rank.
 """
 
 from __future__ import annotations
@@ -25,31 +27,10 @@ import torch
 
 from pipelinerl.data.expert_routes import Table, unknown
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Int32, Mask
+from pipelinerl.messages import Int32, Mask, Nodes
+from trainer.rows.branches import branches, whole_samples
 from trainer.rows.packed_row import WHOLE_ROW, Block, ContextShard, PackedRow
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """Tokens `start` .. `end` - 1 of the packed row, seen after those of the spans `before`, which start their sample."""
-
-    start: int
-    end: int
-    before: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(tokens before, tokens): prefixes sort before the branches that need their place."""
-        return (sum(end - start for start, end in self.before), self.length)
-
-    def cut(self, length: int) -> tuple[_Piece, _Piece]:
-        """The first `length` tokens, and the others after them."""
-        middle = self.start + length
-        return _Piece(self.start, middle, self.before), _Piece(middle, self.end, (*self.before, (self.start, middle)))
+from trainer.rows.trie import Piece, cut
 
 
 def arrange(
@@ -61,29 +42,30 @@ def arrange(
     device: torch.device | str = "cpu",
     context_shard: ContextShard = WHOLE_ROW,
     routes: Table | None = None,
+    nodes: Nodes | None = None,
 ) -> PackedRow | None:
     """Lay out a packed row of samples of these `lengths`, or a part of it; None where no token of the whole row has a loss.
 
-    A shared prompt is computed by the `routes` ([R, layers, k]) of the first sample that has it.
+    `nodes` are those of all samples, in order, where some of these branch. What was given and is shared is computed by the `routes`
+    ([R, layers, k]) of the first sample that has it; sampled tokens are shared only where their routes are equal, too.
 
     Raises `DataError` naming the sample whose first token has a loss: nothing stands before it that could predict it.
     """
     trained = np.flatnonzero(loss_mask)
     if not len(trained):
         return None
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = ends - lengths
-    sample_of = np.searchsorted(ends, trained, side="right")
-    first = trained == starts[sample_of]
-    if first.any():
-        raise DataError(
-            f"{names[int(sample_of[first.argmax()])]}: its first token has a loss, but no token stands before it to predict it from"
-        )
-    pieces, sources = _cut(token_ids, starts=starts[sample_of], trained=trained)
+    rows = whole_samples(lengths, loss_mask=loss_mask) if nodes is None else branches(nodes, loss_mask=loss_mask)
+    if (first := rows.first_with_loss) is not None:
+        sample = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
+        raise DataError(f"{names[sample]}: its first token has a loss, but no token stands before it to predict it from")
+    codes = _codes(token_ids, loss_mask=loss_mask, routes=routes)
+    pieces, computed_at = cut(codes[rows.columns], starts=rows.starts, ends=rows.ends, prompts=rows.prompts)
+    sources = computed_at[rows.losses - 1]
     shares = _shares(pieces, num=context_shard.num)
     size = max(sum(piece.length for piece in share) for share in shares)
-    place = _places(shares, size=size, num_tokens=len(token_ids))
+    place = _places(shares, size=size, num_tokens=len(rows.columns))
     columns, positions, blocks = _lay_out(shares[context_shard.index], place=place, size=size)
+    columns = np.where(columns < 0, -1, rows.columns[columns])
     owner, where = np.divmod(place[sources], size)
     targets, order = _targets(token_ids[trained], where=where, owner=owner, context_shard=context_shard)
 
@@ -117,39 +99,23 @@ def _laid_out_routes(routes: Table, columns: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def _cut(token_ids: Int32, *, starts: np.ndarray, trained: np.ndarray) -> tuple[list[_Piece], np.ndarray]:
-    """Cut what has to be computed into pieces, in the order of their shapes, and say which token of the row predicts each trained one.
-
-    `starts` ([K]) is where the sample of each trained token starts.
-    """
-    sources = trained - 1
-    firsts = np.flatnonzero(np.diff(starts, prepend=-1))
-    lasts = np.append(firsts[1:], len(starts)) - 1
-    alike: dict[bytes, list[tuple[int, int, int]]] = {}
-    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-        start = int(starts[first])
-        alike.setdefault(token_ids[start : trained[first]].tobytes(), []).append((start, first, int(trained[last])))
-    pieces: list[_Piece] = []
-    for members in alike.values():
-        start, first, end = members[0]
-        if len(members) == 1:
-            pieces.append(_Piece(start, end))
-            continue
-        prefix = _Piece(start, int(trained[first]))
-        pieces.append(prefix)
-        for _, first, end in members:
-            sources[first] = prefix.end - 1
-            if end > trained[first]:
-                pieces.append(_Piece(int(trained[first]), end, ((prefix.start, prefix.end),)))
-    return sorted(pieces, key=lambda piece: piece.shape), sources
+def _codes(token_ids: Int32, *, loss_mask: Mask, routes: Table | None) -> np.ndarray:
+    """[R] int64, equal where two tokens may share their computation."""
+    codes = token_ids.astype(np.int64)
+    if routes is not None:
+        table = np.ascontiguousarray(routes[loss_mask]).reshape(int(loss_mask.sum()), -1)
+        rows = table.view(np.dtype((np.void, table[0].nbytes))).ravel().tolist()
+        numbers: dict[bytes, int] = {}
+        codes[loss_mask] += np.array([numbers.setdefault(row, len(numbers) + 1) for row in rows], np.int64) << 32  # above every token id
+    return codes
 
 
-def _shares(pieces: list[_Piece], *, num: int) -> list[list[_Piece]]:
+def _shares(pieces: list[Piece], *, num: int) -> list[list[Piece]]:
     """Share pieces out among `num` ranks, about as many tokens to each: of 2 * `num` stretches, the i-th and the i-th last to rank i."""
     if num == 1:
         return [pieces]
     stretch = -(-sum(piece.length for piece in pieces) // (2 * num))
-    stretches: list[list[_Piece]] = [[] for _ in range(2 * num)]
+    stretches: list[list[Piece]] = [[] for _ in range(2 * num)]
     index, room = 0, stretch
     for piece in pieces:
         rest = piece
@@ -163,8 +129,8 @@ def _shares(pieces: list[_Piece], *, num: int) -> list[list[_Piece]]:
     return [sorted(stretches[rank] + stretches[-1 - rank], key=lambda piece: piece.shape) for rank in range(num)]
 
 
-def _places(shares: list[list[_Piece]], *, size: int, num_tokens: int) -> np.ndarray:
-    """[R] where each token of the packed row is in the layouts of all ranks, joined, each padded to `size`; -1 for tokens left out."""
+def _places(shares: list[list[Piece]], *, size: int, num_tokens: int) -> np.ndarray:
+    """[E] where each token of the rows is in the layouts of all ranks, joined, each padded to `size`; -1 for tokens left out."""
     place = np.full(num_tokens, -1)
     for rank, share in enumerate(shares):
         columns = np.concatenate([np.arange(piece.start, piece.end) for piece in share] or [np.zeros(0, np.int64)])
@@ -172,8 +138,8 @@ def _places(shares: list[list[_Piece]], *, size: int, num_tokens: int) -> np.nda
     return place
 
 
-def _lay_out(pieces: list[_Piece], *, place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, list[Block]]:
-    """One rank's layout: ([I] position in the packed row of each token, -1 for padding; [I] position in its sample; blocks)."""
+def _lay_out(pieces: list[Piece], *, place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, list[Block]]:
+    """One rank's layout: ([I] position among the tokens of the rows, -1 for padding; [I] position in its sample; blocks)."""
     blocks: list[Block] = []
     start = 0
     for (prefix_length, length), group in itertools.groupby(pieces, key=lambda piece: piece.shape):
