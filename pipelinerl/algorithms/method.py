@@ -59,6 +59,13 @@ class Need(enum.StrEnum):
         " step_grpo",
     )
     """The turns of an episode, and an identity of the state that each answered, equal for equal states of sibling rollouts."""
+    TURNS = (
+        "turns",
+        Supplier.SETTING,
+        "",
+        "it compares turns of episodes, and a rollout here is one turn; set environment.function, or choose grpo",
+    )
+    """The turns of an episode, each with the one that it continues and the reward that it earned."""
     ROLES = "roles", Supplier.GROUP
     """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
     PREDICTIONS = ("predictions", Supplier.SETTING, "", "switch unbiased early stopping on (prm.early_stop.threshold), or choose rloo")

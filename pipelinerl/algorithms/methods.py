@@ -123,6 +123,17 @@ _row("step_min", "credit is the worst score still to come, + outcome", "arXiv:25
 _row("step_reinforce", "discounted return per step", "ROLL", advantage="step_reinforce")
 _row("gigpo", "group advantage + advantage among equal states, both over their std", "arXiv:2505.10978", advantage="gigpo")
 _row(
+    "hgpo", "advantages among turns from equal states, weighed by how far back their histories agree", "arXiv:2602.22817", advantage="hgpo"
+)
+_row("mt_grpo", "turn rewards normalised by depth, + outcome normalised in the group", "arXiv:2505.11821", advantage="mt_grpo")
+_row(
+    "tree_grpo",
+    "leaves compared within their rollout and over the group; a turn gets the mean of its leaves",
+    "arXiv:2509.21240",
+    advantage="tree_grpo",
+)
+_row("tree_rpo", "the mean of a subtree's leaves against its siblings'", "arXiv:2506.05183", advantage="tree_rpo")
+_row(
     "prime",
     "implicit process rewards and outcome, RLOO each, whitened",
     "arXiv:2502.01456",
@@ -239,7 +250,7 @@ def facts_of(config: Config) -> RunFacts:
     offers |= REFERENCE_OFFERS if config.reference.folders else frozenset()
     offers -= {Need.DIVERGENCE} if config.trainer.layout.pipeline > 1 else frozenset()
     offers |= {Need.STEP_SCORES} if config.prm.is_used else frozenset()
-    offers |= {Need.ANCHORS} if config.environment.function is not None else frozenset()
+    offers |= {Need.ANCHORS, Need.TURNS} if config.environment.function is not None else frozenset()
     offers |= {Need.PREDICTIONS} if config.prm.early_stop.threshold is not None else frozenset()
     bound = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1}.get(config.pipeline.mode, config.pipeline.max_staleness)
     return RunFacts(

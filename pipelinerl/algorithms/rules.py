@@ -21,8 +21,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.plugin import nearest
 
 _MODULES = {
-    "advantage": "shaping group_filter outcome early_stop role_baseline token_advantage step_scores value_advantage optimal_baseline prime"
-    " batch_rule",
+    "advantage": "shaping group_filter outcome early_stop role_baseline token_advantage step_scores graph value_advantage"
+    " optimal_baseline prime batch_rule",
     "loss": "objective correction mask kl auxiliary critic",
 }
 """The modules that declare rules: those of the orchestrator, with numpy, and those of the trainer, with torch."""

@@ -140,7 +140,13 @@ class LaggedStep:
             loss_mask=masks,
             token_kl=tuple(self.behaviour[place] - self.reference[place] for place in places),
             steps=tuple(
-                StepScores(ends=end, scores=draw.uniform(size=len(end)), anchors=np.arange(len(end)) * draw.integers(0, 2)) for end in ends
+                StepScores(
+                    ends=end,
+                    scores=draw.uniform(size=len(end)),
+                    anchors=np.arange(len(end)) * draw.integers(0, 2),
+                    parents=np.array([-1, 0, 0])[: len(end)],  # the first branches
+                )
+                for end in ends
             ),
             values=tuple(draw.uniform(size=length) for length in lengths),
             process_rewards=tuple(draw.normal(size=length) * 0.3 for length in lengths),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.algorithms.advantage import group_advantages, prime, step_scores, token_advantage
+from pipelinerl.algorithms.advantage import graph, group_advantages, prime, token_advantage
 from pipelinerl.algorithms.advantage.optimal_baseline import energy
 from pipelinerl.algorithms.advantage.outcome import Float64, ScoredGroup, StepScores
 from tests.algorithms.rows import method_of
@@ -77,13 +77,13 @@ def test_reinforce_pp_puts_the_outcome_at_the_last_trained_token_and_kl_on_each(
 
 @given(st.lists(st.floats(-1, 1), max_size=12))
 def test_difference_credit_telescopes_to_the_last_score(scores: list[float]) -> None:
-    assert float(step_scores.differences(np.array(scores)).sum()) == pytest.approx(scores[-1] if scores else 0.0, abs=1e-9)
+    assert float(graph.differences(np.array(scores)).sum()) == pytest.approx(scores[-1] if scores else 0.0, abs=1e-9)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(1, 5))
 def test_min_credit_is_not_raised_by_padding_with_easy_steps(scores: list[float], padding: int) -> None:
-    plain = step_scores.future_minimum(np.array(scores))
-    padded = step_scores.future_minimum(np.array([1.0] * padding + scores + [1.0] * padding))
+    plain = graph.future_minimum(np.array(scores))
+    padded = graph.future_minimum(np.array([1.0] * padding + scores + [1.0] * padding))
     np.testing.assert_array_equal(padded[padding : padding + len(scores)], plain)
     assert padded[0] == plain[0] == min(scores)
 

@@ -35,10 +35,14 @@ class StepScores:
     """[K] score after each step."""
     anchors: Int64 | None = None
     """[K] identity of the state the step started from; equal for equal states. None where the environment names no states."""
+    parents: Int64 | None = None
+    """[K] step that each continues, an earlier one, -1 for a first one; None where each continues the one before it."""
 
     def __post_init__(self) -> None:
-        if len(self.ends) != len(self.scores) or (self.anchors is not None and len(self.anchors) != len(self.ends)):
+        if {len(self.ends)} != {len(column) for column in (self.scores, self.anchors, self.parents) if column is not None}:
             raise ValueError(f"StepScores: got {len(self.ends)} ends and {len(self.scores)} scores; expected one length for every column")
+        if self.parents is not None and ((self.parents < -1) | (self.parents >= np.arange(len(self.parents)))).any():
+            raise ValueError(f"StepScores: parents {self.parents.tolist()} must be earlier steps, or -1")
         if len(self.ends) and (self.ends[0] < 0 or (np.diff(self.ends) <= 0).any()):
             raise ValueError(f"StepScores: ends {self.ends.tolist()} must rise from 0")
         if not np.isfinite(self.scores).all():
