@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 from orchestrator.advantages import MethodAdvantages
+from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import prompts_of
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
@@ -19,7 +20,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.lease import fence_of
@@ -53,7 +54,7 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=cores_and_devices())
         tokenizer = load_tokenizer(config.model.path)
-        source, held_out = prompts_of(config, encoder=TextEncoder(tokenizer, options=ChatOptions.of(config.data)))
+        source, held_out = prompts_of(config, encoder=encoder_of(config, tokenizer))
         stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
         for sentence in (str(stop_tokens), *stop_tokens.warnings):
             journal.write("choice", text=sentence)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.rollouts.scorer_tasks import ENVIRONMENT
 from orchestrator.rules.batch import Filtered, Siblings, StepRules, greedy_of, sampled_of
 from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.advantage.batch_rule import Credit
@@ -86,14 +87,15 @@ class MethodAdvantages:
         prompts = [member.trajectory.prompt for member in siblings]
         roles = None if self._baselines is None else tuple(role_of(one.columns, where=f"prompt {one.prompt_id}") for one in prompts)
         # A function may say that it does not apply to a completion: then it compares no siblings here.
-        names = [name for name in self._weights if all(name in member.score.components for member in siblings)]
+        weights = self._weights | {ENVIRONMENT: 1.0}
+        names = [name for name in weights if all(name in member.score.components for member in siblings)]
         return ScoredGroup(
             rewards=rewards,
             lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
             components=np.array([[member.score.components[name] for name in names] for member in siblings]).reshape(
                 len(siblings), len(names)
             ),
-            component_weights=np.array([self._weights[name] for name in names]),
+            component_weights=np.array([weights[name] for name in names]),
             greedy_reward=None if greedy is None else greedy.score.reward,
             roles=roles,
             correct=is_whole & (rewards >= self._correct_reward),
@@ -126,8 +128,8 @@ def _steps(siblings: Siblings) -> tuple[StepScores, ...] | None:
 
 
 def _turns(siblings: Siblings) -> tuple[StepScores, ...]:
-    """Return a step for each turn: the last has the outcome as its score, those before have none of their own. Equal states are equal
-    anchors.
+    """Return a step for each turn: each scores what its environment gave it, and the last also the rest of the reward, so that they sum up
+    to it. Equal states are equal anchors.
     """
     states = {state: number for number, state in enumerate(sorted({state for member in siblings for state in _states(member)}))}
     found = []
@@ -135,7 +137,9 @@ def _turns(siblings: Siblings) -> tuple[StepScores, ...]:
         turns = member.trajectory.turns
         ends = np.zeros(0, np.int64) if turns is None else turns.ends.astype(np.int64)
         scores = np.zeros(len(ends))
-        scores[-1:] = member.score.reward or 0.0
+        if turns is not None and turns.rewards is not None:
+            scores += turns.rewards
+        scores[-1:] += (member.score.reward or 0.0) - scores.sum()
         found.append(StepScores(ends=ends, scores=scores, anchors=np.array([states[state] for state in _states(member)], np.int64)))
     return tuple(found)
 

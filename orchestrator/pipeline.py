@@ -43,7 +43,7 @@ class Pipeline:
             watch=parts.watch,
             queue_bytes=config.pipeline.queue_bytes,
             num_policies=config.trainer.steps,
-            has_environment=config.environment.function is not None,
+            has_environment=config.environment.is_used,
             has_prm=config.prm.is_used,
             compares_siblings=config.compares_siblings,
         )
@@ -62,6 +62,8 @@ class Pipeline:
                 ledger=ledger,
                 max_tokens=config.rollout.max_tokens,
                 max_turns=config.environment.max_turns,
+                max_alive=config.environment.max_alive if config.environment.cls is not None else None,
+                credits=parts.credits,
             )
         )
         self.prm = (

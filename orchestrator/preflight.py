@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from orchestrator.advantages import role_of
+from orchestrator.data.encoder import encoder_of
 from orchestrator.data.rows import Table, open_rows
 from orchestrator.data.sources import PromptBuilder, longest_prompt
 from orchestrator.rollouts.micro_batch import teacher_of
@@ -28,15 +29,18 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.own import is_own
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, DataSection, RewardSection
+from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.launch.preflight import answer
 from pipelinerl.messages import Finish, Prompt, RequestKind, ScorerTask
 from pipelinerl.rewards.calls import Component, component_names
 from pipelinerl.rewards.environment import load_environment
+from pipelinerl.rewards.pool.plan import environment_component
 from pipelinerl.rewards.reward import load_rewards
 from pipelinerl.rewards.reward_model.folder import problem_of, problem_of_tokenizer
+from pipelinerl.rewards.stateful import load_stateful
 from pipelinerl.runtime.findings import NUM_SAID, Finding, Level, bad_rows, fail, note, ok
 
 MAX_STREAMED = 1000
@@ -67,11 +71,13 @@ def look(config: Config) -> Iterator[Finding]:
             tokenizer = load_tokenizer(config.model.path)
             stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
             yield from (note("", warning) for warning in stop_tokens.warnings)
-            encoder = TextEncoder(tokenizer, options=ChatOptions.of(config.data))
+            encoder = encoder_of(config, tokenizer)
+            yield from _turns(config, tokenizer, ends=stop_tokens.of_model)
             reader = PromptBuilder(encoder=encoder, prompt_column=config.data.prompt_column)
             longest = longest_prompt(config)
         except ConfigError as error:
-            yield fail("", str(error))
+            if str(error) not in (problem.found for problem in problems):  # the environment's class, which the encoder needs, too
+                yield fail("", str(error))
     sources = [config.data.source] if isinstance(config.data.source, str) else list(config.data.source or ())
     sections = [config.data.model_copy(update={"source": source}) for source in sources]
     if (held_out := config.evaluation.source) is not None:
@@ -126,14 +132,20 @@ def _functions(config: Config, problems: list[Finding]) -> Iterator[_Function]:
             return loaded.arguments(task, completions=[""], max_tokens=config.rollout.max_tokens, decode=lambda token_ids: "")
 
         yield _Function(what=f"reward {reward.function}", arguments=arguments)
-    if (function := config.environment.function) is not None:
-        try:
-            options = config.environment.options
-            environment = load_environment(Component(function=function, name=function, options=options, is_environment=True))
-        except ConfigError as error:
-            problems.append(fail("environment.function", str(error)))
+    if (component := environment_component(config.environment)) is None:
+        return
+    try:
+        if component.is_stateful:
+            (stateful := load_stateful(component)).end()
+            yield _Function(what=f"environment {component.function}: reset", arguments=stateful.arguments)
             return
-        yield _Function(what=f"environment {function}", arguments=lambda task: environment.arguments(task, decode=lambda token_ids: ""))
+        environment = load_environment(component)
+    except ConfigError as error:
+        problems.append(fail(config.environment.key, str(error)))
+        return
+    yield _Function(
+        what=f"environment {component.function}", arguments=lambda task: environment.arguments(task, decode=lambda token_ids: "")
+    )
 
 
 def _reward_model(reward: RewardSection) -> Iterator[Finding]:
@@ -147,6 +159,16 @@ def _reward_model(reward: RewardSection) -> Iterator[Finding]:
         problem = str(error)
     if problem:
         yield fail("reward.model", problem)
+
+
+def _turns(config: Config, tokenizer: Any, *, ends: Collection[int]) -> Iterator[Finding]:
+    """Check that a chat template can say what follows a turn, for an environment with state."""
+    if config.environment.cls is None or tokenizer.chat_template is None:
+        return
+    template = ChatTemplate(tokenizer, options=config.data.chat_template_kwargs, ends=ends)
+    if template.continuation([{"role": "user", "content": "-"}], sampled=[]) is None:
+        found = "its chat template cannot say what follows a turn of the model: an episode of chat messages ends after the first"
+        yield note("model.path", found, do="take a template that writes every message, or prompts of plain text")
 
 
 def _advantage(method: Method) -> Iterator[Finding]:

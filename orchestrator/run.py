@@ -55,7 +55,7 @@ class Run:
             scorers=parts.scorers,
             pins=self._pipeline.weight_sync,
             sampling=parts.sampling(temperature=config.evaluation.temperature),
-            max_turns=config.environment.max_turns if config.environment.function is not None else 1,
+            environment=self._pipeline.environment,
             journal=given.journal,
             ledger=given.ledger,
             watch=parts.watch,

@@ -169,6 +169,10 @@ class Ledger:
         """Note that the environment has answered a turn (from 0) that an engine wrote: `reason` is ok, over, or how it failed."""
         self.record("observed", now_s=now_s, rollout_id=rollout_id, attempt=attempt, turn=turn, peer=f"engine-{engine_id}", reason=reason)
 
+    def record_reset(self, rollout_id: str, *, attempt: int, reason: str, now_s: float) -> None:
+        """Note that an environment with state begins an episode, before the attempt is issued: `reason` is ok, or how it failed."""
+        self.record("reset", now_s=now_s, rollout_id=rollout_id, attempt=attempt, reason=reason)
+
     def record_completion(self, trajectory: Trajectory, *, now_s: float) -> None:
         """Note that an engine has answered."""
         summary = summary_of(trajectory)

@@ -17,7 +17,7 @@ from orchestrator.rules.quarantine import Quarantine, row_of
 from orchestrator.rules.validation.announcements import AnnouncementCheck, gauges
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
-from pipelinerl.messages import CancelRequest, Outcome, Request, Result, ScorerLoad, ScorerReady, ScorerTask, Unread
+from pipelinerl.messages import CancelRequest, EndEpisode, Outcome, Request, Result, ScorerLoad, ScorerReady, ScorerTask, Unread
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
@@ -151,6 +151,11 @@ class Scorers:
             if max_lost is not None and num_lost >= max_lost:
                 return _failed(f"{num_lost} scorers ended before they answered")
             line = _REPEATS
+
+    def end_episode(self, rollout_id: str) -> None:
+        """Have the environment of an episode closed. A scorer that cannot be reached has lost it, or closes it when it is reached again."""
+        for scorer in self._reachable():
+            self.peers.send(scorer.peer, EndEpisode(rollout_id=rollout_id))
 
     async def _wait_to_repeat(self, task: ScorerTask) -> None:
         """Wait for room beside no other suspect, or until the prompt is quarantined."""

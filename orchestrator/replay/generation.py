@@ -55,7 +55,7 @@ class Issue:
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, the engine that each attempt goes to, beside the recorded one."""
-    if recorded.config.environment.function is not None:
+    if recorded.config.environment.is_used:
         raise ConfigError(
             "generation cannot be replayed: this run has an environment, and of its episodes only the end is recorded, not when each turn"
             " was asked for. The other stages can."

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import prompts_of
 from orchestrator.replay.differences import SHOWN
 from orchestrator.replay.recorded import RecordedPrompt, RecordedRun, read_prompts
 from orchestrator.stages.prompts import Source
-from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.data.tokenizer import load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class RedrawnPrompts:
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield, line by line, how the prompts that the source gives differ from those recorded."""
     config = recorded.config
-    encoder = TextEncoder(load_tokenizer(config.model.path), options=ChatOptions.of(config.data))
+    encoder = encoder_of(config, load_tokenizer(config.model.path))
     again = replay_prompts(prompts_of(config, encoder=encoder)[0], read_prompts(recorded.ledger_path))
     same = again.num_drawn - len(again.differences)
     yield f"prompts: {again.num_drawn:,} drawn again, {same:,} the same, {len(again.differences):,} differ"

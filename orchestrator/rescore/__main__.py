@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.advantages import MethodAdvantages
+from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import longest_prompt
 from orchestrator.rescore.completions import (
     RescoredRow,
@@ -28,7 +29,7 @@ from orchestrator.rescore.completions import (
 )
 from orchestrator.rescore.printing import print_advantages, print_member, print_prompt, print_step_scores
 from orchestrator.rescore.scorers import CallReport, Scorers, StepScores, score_steps
-from orchestrator.rollouts.scorer_tasks import failed_score, group_reward_task, reward_task, score_of
+from orchestrator.rollouts.scorer_tasks import ENVIRONMENT, failed_score, group_reward_task, reward_task, score_of
 from orchestrator.rules.group_rewards import join_comparison, plan_comparison
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import method_of
@@ -37,7 +38,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, decoder, load_tokenizer
+from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.messages import Group, Outcome, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
@@ -80,14 +81,14 @@ class Rescoring:
         self._config = config
         tokenizer = load_tokenizer(config.model.path)
         self._stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
-        self._encoder = TextEncoder(tokenizer, options=ChatOptions.of(config.data))
+        self._encoder = encoder_of(config, tokenizer)
         self._decode = decoder(tokenizer, ends=self._stop_tokens.of_model)
         self._longest = longest_prompt(config)
         self._method = _method(config)
         journal = open_ones.enter_context(contextlib.closing(Journal(folder, "scorer-0")))
         self._scorers = open_ones.enter_context(Scorers(config, journal))
         self._open = open_ones
-        self._weights = reward_weights(config.reward)
+        self._weights = reward_weights(config.reward) | ({ENVIRONMENT: 1.0} if config.environment.cls is not None else {})
 
     def rows(self, arguments: argparse.Namespace) -> Iterator[RescoredRow]:
         """Yield rows to try, one after the other."""
@@ -106,7 +107,7 @@ class Rescoring:
                 texts = iter([column_of(prompt, arguments.column, where=where)])
             elif arguments.completion:
                 texts = iter(arguments.completion)
-                num = 1 if self._config.environment.function is not None else len(arguments.completion)
+                num = 1 if self._config.environment.is_used else len(arguments.completion)
             else:
                 self._print(print_prompt(RescoredRow(where=where, prompt=prompt, members=()), longest=self._longest))
                 sys.stdout.flush()
@@ -115,7 +116,16 @@ class Rescoring:
                     continue
                 texts, is_announced = itertools.chain([first], texts), True
             write = engine or TypedCompletions(texts, encoder=self._encoder)
-            row = play(self._config, prompt, where=where, group_id=group_id, num=num, write=write, reply=self._scorers.request)
+            row = play(
+                self._config,
+                prompt,
+                where=where,
+                group_id=group_id,
+                num=num,
+                write=write,
+                reply=self._scorers.request,
+                end=self._scorers.end,
+            )
             yield dataclasses.replace(row, is_announced=is_announced)
 
     def show(self, row: RescoredRow) -> None:

@@ -19,7 +19,7 @@ from orchestrator.data.sources import PromptBuilder
 from orchestrator.replay.recorded import read_recording
 from orchestrator.rescore.scorers import CallReport, settings_file
 from orchestrator.rollouts.multi_turn import Episode
-from orchestrator.rollouts.rollout import Rollout
+from orchestrator.rollouts.rollout import Rollout, unanswered
 from orchestrator.rollouts.scorer_tasks import environment_task
 from pipelinerl.config import Config
 from pipelinerl.data.tokenizer import TextEncoder
@@ -79,12 +79,28 @@ def recorded(run_folder: Path, *, num: int) -> Iterator[RescoredRow]:
         )
 
 
-def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int, write: Write, reply: Answer) -> RescoredRow:
-    """Have `num` siblings of a prompt written, turn by turn where there is an environment."""
+def play(
+    config: Config,
+    prompt: Prompt,
+    *,
+    where: str,
+    group_id: int,
+    num: int,
+    write: Write,
+    reply: Answer,
+    end: Callable[[str], None] = lambda _: None,
+) -> RescoredRow:
+    """Have `num` siblings of a prompt written, turn by turn where there is an environment; `end` is called with each whose episode is over.
+
+    Raises `ConfigError` where an environment with state has not room for all of them.
+    """
     environment = config.environment
+    if environment.cls is not None and num > environment.max_alive:
+        raise ConfigError(f"environment.concurrency is {environment.max_alive}: no {num} episodes live at once. Raise it.")
     episode = None
-    if environment.function is not None:
-        episode = Episode(prompt=prompt, max_tokens=config.rollout.max_tokens, max_turns=environment.max_turns)
+    if environment.is_used:
+        is_stateful = environment.cls is not None
+        episode = Episode(prompt=prompt, max_tokens=config.rollout.max_tokens, max_turns=environment.max_turns, is_stateful=is_stateful)
     rollouts = [
         Rollout(
             rollout_id=f"{group_id}/{sibling}",
@@ -103,7 +119,9 @@ def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int,
     sampling = Sampling(max_tokens=rollout.max_tokens, temperature=rollout.temperature, stop=rollout.stop)
     last: dict[str, Completion] = {}
     reports: dict[str, list[CallReport]] = {rollout.rollout_id: [] for rollout in rollouts}
-    open_ones = rollouts
+    if environment.cls is not None:
+        rollouts = [_after(rollout, reply, reports[rollout.rollout_id]) for rollout in rollouts]
+    open_ones = [rollout for rollout in rollouts if rollout.episode is None or not rollout.episode.is_over]
     while open_ones:
         written = write([rollout.request(sampling, chunk_tokens=0) for rollout in open_ones])
         went_on: dict[str, Rollout] = {}
@@ -112,8 +130,15 @@ def play(config: Config, prompt: Prompt, *, where: str, group_id: int, num: int,
             went_on[rollout.rollout_id] = _after(rollout.said(completion), reply, reports[rollout.rollout_id])
         rollouts = [went_on.get(rollout.rollout_id, rollout) for rollout in rollouts]
         open_ones = [one for one in went_on.values() if one.episode is not None and not one.episode.is_over]
-    members = tuple(one.trajectory(last[one.rollout_id], engine_id=0, finished_at=0.0) for one in rollouts)
+    for one in rollouts:
+        end(one.rollout_id)
+    members = tuple(one.trajectory(last.get(one.rollout_id) or _unwritten(one), engine_id=0, finished_at=0.0) for one in rollouts)
     return RescoredRow(where=where, prompt=prompt, members=members, replies=tuple(map(tuple, reports.values())))
+
+
+def _unwritten(rollout: Rollout) -> Completion:
+    """Return what stands for the answer to a rollout whose environment could not begin."""
+    return unanswered(rollout.rollout_id, attempt=0, error="" if rollout.episode is None else rollout.episode.error)
 
 
 def _after(rollout: Rollout, reply: Answer, reports: list[CallReport]) -> Rollout:

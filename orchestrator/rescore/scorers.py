@@ -79,6 +79,11 @@ class Scorers:
             self._pools.advance()
         return result, report
 
+    def end(self, rollout_id: str) -> None:
+        """Have the environment of an episode closed."""
+        self._pools.end_episode(rollout_id)
+        self._pools.advance()
+
     def _took(self, rollout_id: str, durations_s: Any) -> None:
         known = self._reports[rollout_id].durations_s
         known |= {name: known.get(name, 0.0) + duration_s for name, duration_s in durations_s.items()}

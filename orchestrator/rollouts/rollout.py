@@ -9,7 +9,13 @@ import msgspec
 import numpy as np
 
 from orchestrator.rollouts.multi_turn import Episode, end_to_end
-from pipelinerl.messages import Completion, Finish, Generate, Prompt, Sampling, Trajectory
+from pipelinerl.messages import Completion, Finish, Generate, Prompt, Result, Sampling, Trajectory
+
+LOST_ENVIRONMENT = "environment: the process that held it is gone"
+"""The reason why an attempt was lost whose episode begins again."""
+MAX_RESTARTS = 3
+"""Times that an episode begins again, before it fails. 0 would fail it for its neighbours' memory; a larger value lets an environment that
+crashes each time be played as often."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,29 @@ class Rollout:
         """
         refused = self.refused_by if refused_by is None else (*self.refused_by, refused_by)
         return dataclasses.replace(self, attempt=self.attempt + 1, is_new=True, refused_by=refused)
+
+    @property
+    def is_stateful(self) -> bool:
+        """True where its environment has state, and must stand before its first turn."""
+        return self.episode is not None and self.episode.is_stateful
+
+    @property
+    def is_over(self) -> bool:
+        """True where no turn follows what it has."""
+        return self.episode is None or self.episode.is_over
+
+    @property
+    def may_restart(self) -> bool:
+        return self.episode is not None and self.episode.num_restarts < MAX_RESTARTS
+
+    def restarted(self) -> Rollout:
+        """Return the rollout before its first turn: the process that held its environment was lost."""
+        assert self.episode is not None
+        return dataclasses.replace(self, episode=self.episode.restarted(), is_new=True)
+
+    def observe(self, result: Result) -> Rollout:
+        """Return the rollout after its environment's reply."""
+        return self if self.episode is None else dataclasses.replace(self, episode=self.episode.observe(result))
 
     def request(self, sampling: Sampling, *, chunk_tokens: int) -> Generate:
         """Return the request for an engine: for the completion, or for an episode's next turn."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from orchestrator.rollouts.multi_turn import Episode
 from pipelinerl.messages import Finish, Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
 
@@ -19,8 +21,8 @@ def group_reward_task(siblings: Sequence[Trajectory]) -> ScorerTask:
 
 
 def environment_task(rollout_id: str, *, attempt: int, episode: Episode) -> ScorerTask:
-    """Return the task to have the environment reply to the last turn of an episode."""
-    assert episode.turns is not None, "an environment replies to a turn"
+    """Return the task to have the environment reply to the last turn of an episode, or, before its first, begin it."""
+    assert episode.turns is not None or episode.is_stateful, "an environment without state replies to a turn"
     return ScorerTask(
         kind=RequestKind.ENVIRONMENT,
         rollout_id=rollout_id,
@@ -32,15 +34,22 @@ def environment_task(rollout_id: str, *, attempt: int, episode: Episode) -> Scor
     )
 
 
+ENVIRONMENT = "environment"
+"""The component of a score that the environment itself gave."""
+
+
 def score_of(trajectory: Trajectory, result: Result) -> Score:
-    """Return the score of a trajectory, from the result of its `reward_task`."""
+    """Return the score of a trajectory, from the result of its `reward_task` and the rewards that its environment gave its turns."""
     is_ok = result.outcome is Outcome.OK
+    own: dict[str, float] = {}
+    if trajectory.turns is not None and trajectory.turns.rewards is not None:
+        own[ENVIRONMENT] = float(trajectory.turns.rewards.sum(dtype=np.float64))
     return Score(
         rollout_id=trajectory.rollout_id,
         attempt=trajectory.attempt,
         outcome=result.outcome,
-        reward=result.rewards[0] if is_ok else None,
-        components=result.components[0] if is_ok else {},
+        reward=result.rewards[0] + sum(own.values()) if is_ok else None,
+        components=result.components[0] | own if is_ok else {},
         error=result.error,
         duration_s=result.duration_s,
     )

@@ -163,8 +163,10 @@ class _Run:
 
     def _generation(self) -> Generation:
         config, world = self.config, self.world
-        has_environment = config.environment.function is not None
+        has_environment = config.environment.is_used
         num_calls = config.environment.concurrency or config.scorer.slots
+        if config.environment.cls is not None:
+            num_calls = config.environment.max_alive
         return Generation(
             self.events,
             engines=self.engines,

@@ -24,6 +24,7 @@ from orchestrator.rollouts.rollout import unanswered
 from orchestrator.rollouts.scorer_tasks import environment_task, failed_score, reward_task, score_of
 from orchestrator.rules.pass_at_k import mean_pass_at
 from orchestrator.rules.routing import route
+from orchestrator.stages.environment import EnvironmentStage
 from pipelinerl.config import EvaluationSection
 from pipelinerl.messages import Completion, Generate, Outcome, Prompt, Result, Sampling, Score, ScorerTask, Trajectory
 from pipelinerl.observe.journal import Journal
@@ -74,8 +75,7 @@ class Evaluation:
     journal: Journal
     ledger: Ledger
     watch: Watch
-    max_turns: int = 1
-    """More than 1 where there is an environment."""
+    environment: EnvironmentStage | None = None
     results: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """The pairs (version, mean reward) of every evaluation, also of earlier processes of the run."""
     on_evaluated: Callable[[dict[str, Any]], None] = lambda _: None
@@ -182,12 +182,19 @@ class Evaluation:
     async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int]) -> Trajectory:
         """Return one answer to a prompt: one turn, or an episode."""
         name, engine_id = f"evaluation-{version}/{number}", -1
-        episode = Episode(prompt=prompt, max_tokens=self.sampling.max_tokens, max_turns=self.max_turns)
-        while not episode.is_over:
-            completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
-            episode = episode.said(completion)
-            if not episode.is_over:
+        stage = self.environment
+        if stage is None:
+            episode = Episode(prompt=prompt, max_tokens=self.sampling.max_tokens, max_turns=1)
+        else:
+            episode = dataclasses.replace(stage.begin(prompt), max_tokens=self.sampling.max_tokens)
+        async with stage.held(name) if stage is not None else contextlib.nullcontext():
+            if episode.is_stateful:
                 episode = episode.observe(await self._request(environment_task(name, attempt=0, episode=episode)))
+            while not episode.is_over:
+                completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
+                episode = episode.said(completion)
+                if not episode.is_over:
+                    episode = episode.observe(await self._request(environment_task(name, attempt=0, episode=episode)))
         times = {"admitted_at": 0.0, "finished_at": 0.0}
         return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
 

@@ -13,7 +13,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import InterruptedGroup
 from orchestrator.peers.engines import Engines
 from orchestrator.recovery.reissue import Reissue
-from orchestrator.rollouts.rollout import Rollout
+from orchestrator.rollouts.rollout import LOST_ENVIRONMENT, Rollout, unanswered
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.environment import EnvironmentStage
@@ -79,7 +79,7 @@ class Generation:
         for group in self.interrupted:
             for one in group.rollouts:
                 rollout = self._begin(group.group_id, group.prompt, one.rollout_id, sibling=one.sibling, version=one.version)
-                self._reissue.put(dataclasses.replace(rollout, attempt=one.attempt))
+                self._start(dataclasses.replace(rollout, attempt=one.attempt))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -115,6 +115,7 @@ class Generation:
             return NO_ENGINE
         return (
             self.full()
+            or (self.environment.holds_back_groups() if self.environment else None)
             or self.backpressure()
             or self.admission.holds_back(
                 version=version,
@@ -136,7 +137,11 @@ class Generation:
         names = self.ledger.admit(group_id, drawn.prompt, group_size=group_size, position=drawn.position, now_s=_now_s())
         version = self.engines[engine_id].version
         for sibling, name in enumerate(names):
-            self.ask(self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version), engine_id)
+            rollout = self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version)
+            if rollout.is_stateful:
+                self._start(rollout)
+            else:
+                self.ask(rollout, engine_id)
 
     def _begin(self, group_id: int, prompt: Prompt, rollout_id: str, *, sibling: int, version: int) -> Rollout:
         return Rollout(
@@ -150,6 +155,24 @@ class Generation:
             is_greedy=sibling >= self.group_size,
             episode=self.environment.begin(prompt) if self.environment else None,
         )
+
+    def _start(self, rollout: Rollout) -> None:
+        """Have a rollout issued as soon as an engine may take it; one whose environment has state once that stands."""
+        if self.environment is not None and rollout.is_stateful:
+            self.environment.ask(rollout, engine_id=-1, then=functools.partial(self._started, rollout))
+        else:
+            self._reissue.put(rollout)
+
+    def _started(self, rollout: Rollout, result: Result) -> None:
+        if result.is_lost and rollout.may_restart:
+            self._start(rollout.restarted())
+            return
+        rollout = rollout.observe(result)
+        if rollout.is_over:
+            self.finish(rollout, unanswered(rollout.rollout_id, attempt=rollout.attempt, error=result.error), -1)
+        else:
+            self._reissue.put(rollout)
+        self.credits.set()
 
     # --- one attempt ---
 
@@ -172,18 +195,21 @@ class Generation:
 
     def take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         rollout = rollout.said(completion)
-        if self.environment is None or rollout.episode is None or rollout.episode.is_over:
+        if self.environment is None or rollout.is_over:
             self._end(rollout, completion, engine_id)
         else:
             self.environment.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
 
     def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, result: Result) -> None:
         """Ask for an episode's next turn. The engine of the last turn is asked where it may go on: its prefix cache may hold all before."""
-        assert rollout.episode is not None
-        episode = rollout.episode.observe(result)
-        rollout = dataclasses.replace(rollout, episode=episode)
         reissue = self._reissue
-        if episode.is_over:
+        if result.is_lost and rollout.may_restart:
+            reissue.leave(rollout)
+            self.ledger.lose(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, reason=LOST_ENVIRONMENT, now_s=_now_s())
+            self._start(dataclasses.replace(rollout.restarted(), attempt=rollout.attempt + 1, reason=LOST_ENVIRONMENT))
+            return
+        rollout = rollout.observe(result)
+        if rollout.is_over:
             self._end(rollout, completion, engine_id)
         elif self.engines.takes_work(engine_id) and reissue.may_take(engine_id, rollout) and not reissue.is_quarantined(rollout):
             self.ask(rollout, engine_id)
@@ -200,6 +226,8 @@ class Generation:
 
     def finish(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
         """Record an answer and pass it on: it must be in the ledger before anything that it makes room for."""
+        if self.environment is not None:
+            self.environment.end(rollout.rollout_id)
         now_s = _now_s()
         trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
         self.ledger.record_completion(trajectory, now_s=now_s)

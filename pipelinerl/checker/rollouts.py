@@ -8,6 +8,8 @@ import json
 from pipelinerl.checker.history import Entry
 from pipelinerl.checker.state import Rollout, RunState, digest_of, row_of
 
+LOST_ENVIRONMENT = "environment: "
+"""How the reason begins for which an attempt was lost with its environment's process."""
 MAX_REFUSED = 3
 """Answers to a rollout that cannot be true, after which it fails without another."""
 
@@ -23,6 +25,8 @@ class RolloutInvariants:
         self._require(not rollout.status, f"is issued after it was {rollout.status}")
         self._require(not rollout.is_out, f"is issued while attempt {rollout.attempt} is out")
         self._require(not rollout.is_scored, "is issued after it was scored")
+        is_reset = rollout.has_environment or not self._run.settings.get("has_stateful_environment")
+        self._require(is_reset, "is issued without its environment")
         self._require(not rollout.is_over, "is issued after its environment said that it is over")
         self._require(entry.attempt == rollout.attempt + 1, f"is attempt {entry.attempt}, after {rollout.attempt}")
         self._run.refuse_quarantined(rollout.prompt_id)
@@ -39,14 +43,23 @@ class RolloutInvariants:
         self._require(rollout.is_out and entry.attempt == rollout.attempt, f"loses attempt {entry.attempt}, which is not out")
         self._require(not rollout.is_generated, "loses what was generated")
         rollout.is_out = False
+        if (entry.reason or "").startswith(LOST_ENVIRONMENT):  # the episode begins again from its prompt
+            rollout.num_observations, rollout.has_environment = 0, False
         rollout.num_refused += (entry.reason or "").startswith("refused: ")
+
+    def on_reset(self, entry: Entry, rollout: Rollout) -> None:
+        self._require(bool(self._run.settings.get("has_stateful_environment")), "is reset in a run without an environment with state")
+        self._require(not rollout.is_out and not rollout.status, "is reset while an attempt is out, or after its end")
+        self._require(not rollout.has_environment, "is reset while it has an environment")
+        rollout.has_environment, rollout.is_over, rollout.num_observations = entry.reason == "ok", entry.reason != "ok", 0
 
     def on_observed(self, entry: Entry, rollout: Rollout) -> None:
         num_turns = self._run.settings.get("max_turns") or 0
         is_expected = rollout.is_out and entry.attempt == rollout.attempt and not rollout.is_generated and not rollout.is_over
         self._require(is_expected, f"is answered by the environment for attempt {entry.attempt}, which is not out, or is over")
         self._require(entry.turn == rollout.num_observations, f"is answered for turn {entry.turn}, expected {rollout.num_observations}")
-        self._require(rollout.num_observations + 1 < num_turns, f"is answered for turn {entry.turn}, of at most {num_turns}")
+        hears_last = bool(self._run.settings.get("has_stateful_environment"))
+        self._require(rollout.num_observations + 1 < num_turns + hears_last, f"is answered for turn {entry.turn}, of at most {num_turns}")
         rollout.num_observations, rollout.is_over = rollout.num_observations + 1, entry.reason != "ok"
 
     def on_early_stop(self, entry: Entry, rollout: Rollout) -> None:
@@ -63,7 +76,7 @@ class RolloutInvariants:
         rollout.early_stop_attempt, rollout.is_stopped = entry.attempt, said["stops"]
 
     def on_generated(self, entry: Entry, rollout: Rollout) -> None:
-        is_given_up = row_of(rollout.prompt_id) in self._run.quarantined or rollout.num_refused >= MAX_REFUSED
+        is_given_up = rollout.is_over or row_of(rollout.prompt_id) in self._run.quarantined or rollout.num_refused >= MAX_REFUSED
         is_refused = entry.reason == "error" and is_given_up and not rollout.is_out
         is_expected = rollout.is_out and entry.attempt == rollout.attempt and not rollout.is_generated
         self._require(is_expected or is_refused, f"answers attempt {entry.attempt}, which is not out")

@@ -27,6 +27,8 @@ class Rollout:
     """Turns that the environment has replied to."""
     is_over: bool = False
     """It said that the episode is over, or failed."""
+    has_environment: bool = False
+    """Its environment with state stands."""
     early_stop_attempt: int | None = None
     """Its attempt about which a decision has fallen."""
     is_stopped: bool = False

@@ -26,7 +26,7 @@ class RunInvariants:
         self._run.has_ended = False
         for rollout in self._run.rollouts.values():  # nobody is left who could take an answer
             rollout.is_out = rollout.is_generated = rollout.is_over = False
-            rollout.num_observations = 0
+            rollout.num_observations, rollout.has_environment = 0, False
 
     def on_ended(self, entry: Entry) -> None:
         self._run.has_ended = True

@@ -112,7 +112,8 @@ def _missing_for_run(tree: dict[str, Any]) -> Iterator[str]:
     data = tree.get("data", {})
     if isinstance(data, dict) and data.get("source") is None:
         yield f"data.source is missing: {known_keys()['data.source']}"
-    if not tree.get("reward"):
+    environment = tree.get("environment", {})
+    if not tree.get("reward") and not (isinstance(environment, dict) and environment.get("cls")):  # which rewards turns itself
         yield f"reward is missing: name a function in a [[reward]] section; function: {known_keys()['reward.function']}"
 
 

@@ -50,10 +50,44 @@ class EnvironmentSection(Section):
     function: str | None = Field(
         None, description="`path:name` of a function that replies to what the model said, turn by turn; none: a rollout is one turn"
     )
+    cls: str | None = Field(
+        None,
+        description="in place of function: `path:name` of a class with reset(**columns), step(message) and, where it likes, close(); an"
+        " object of it lives as long as its episode",
+    )
     max_turns: Annotated[int, Field(ge=2)] = Field(8, description="turns of one rollout; rollout.max_tokens bounds all of them together")
-    options: dict[str, Any] = Field({}, description="further arguments of every call, by name; they go before columns of the row")
-    concurrency: PositiveInt | None = Field(None, description="calls at once, in slots of its own; default: scorer.slots")
+    options: dict[str, Any] = Field(
+        {}, description="further arguments of every call, by name; they go before columns of the row. Of cls: arguments of the class"
+    )
+    concurrency: PositiveInt | None = Field(
+        None,
+        description="calls at once, in slots of its own; default: scorer.slots. Of cls: environments alive at once, each in a process"
+        " of its own; default 32",
+    )
     deadline_s: PositiveFloat | None = Field(None, description="longest call; default: scorer.deadline_s")
+    python: Path | None = Field(
+        None, description="interpreter that runs cls, for example env/bin/python, where its packages exclude ours; default: this one"
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """A rollout has several turns."""
+        return self.reference is not None
+
+    @property
+    def reference(self) -> str | None:
+        """The function's or the class's `path:name`."""
+        return self.function or self.cls
+
+    @property
+    def key(self) -> str:
+        """The key that names it."""
+        return "environment.function" if self.cls is None else "environment.cls"
+
+    @property
+    def max_alive(self) -> int:
+        """Environments with state that live at once. More take memory for what waits for the model; fewer leave engines idle."""
+        return self.concurrency or 32
 
 
 class EarlyStopSection(Section):

@@ -220,16 +220,20 @@ def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: Slur
 
 
 def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: ModelSection) -> Iterator[str]:
-    if environment.function is None:
+    if environment.function is not None and environment.cls is not None:
+        yield f"environment.function is {environment.function}, environment.cls {environment.cls}: one of them replies. Leave one out."
+    if not environment.is_used:
         return
+    if environment.python is not None and environment.cls is None:
+        yield "environment.python runs a class, and environment.cls names none. Set it, or leave environment.python out."
     if prm.is_used:
         yield (
-            "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion while it is"
+            f"{environment.key} makes episodes of several turns, and a process reward model (prm) follows one completion while it is"
             " being written. Leave one of them out."
         )
     if model.replay_routing:
         yield (
-            "environment.function makes episodes of several turns, and model.replay_routing = true needs the experts of every token: an"
+            f"{environment.key} makes episodes of several turns, and model.replay_routing = true needs the experts of every token: an"
             " engine tells those of one turn. Leave one of them out."
         )
 
@@ -285,9 +289,9 @@ def _rewards_are_functions_or_models(reward: tuple[RewardSection, ...], environm
         else:
             if one.per == "group":
                 yield f'reward.{number}.per is "group", and the model {one.model} scores one completion. Leave it out.'
-            if one.format == "chat" and environment.function is not None:
+            if one.format == "chat" and environment.is_used:
                 yield (
-                    f"environment.function makes episodes of several turns, and a chat template would take them for one. Set"
+                    f"{environment.key} makes episodes of several turns, and a chat template would take them for one. Set"
                     f' reward.{number}.format to "text".'
                 )
 

@@ -66,9 +66,12 @@ class TextEncoder:
     - What follows a prompt (a demonstration's completion, an environment's reply) gets nothing added.
     """
 
-    def __init__(self, tokenizer: Any, *, options: ChatOptions | None = None) -> None:
-        """Take a `tokenizer` as `load_tokenizer` gives it."""
+    def __init__(self, tokenizer: Any, *, options: ChatOptions | None = None, opens_turn: bool = True) -> None:
+        """Take a `tokenizer` as `load_tokenizer` gives it. Without `opens_turn`, a chat ends behind its last message: what an environment
+        says first follows.
+        """
         self._tokenizer = tokenizer
+        self._opens_turn = opens_turn
         self._options = options or ChatOptions()
         self._prefix: list[int] | None = None
 
@@ -89,11 +92,11 @@ class TextEncoder:
         if system is not None and messages and messages[0].get("role") not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
         further = dict(self._options.chat_template_kwargs)
-        if (tools := self._tools(row)) is not None:
+        if (tools := self.tools(row)) is not None:
             further["tools"] = tools
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **further))
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=self._opens_turn, **further))
 
-    def _tools(self, row: Mapping[str, Any]) -> list[Any] | None:
+    def tools(self, row: Mapping[str, Any] = _NO_ROW) -> list[Any] | None:
         """Return the tools of a row: those of the settings, or of its own column, where that holds some."""
         tools = self._options.tools
         if isinstance(tools, str):
@@ -130,11 +133,15 @@ class Codec:
     """See `decoder`."""
     encode: Callable[[str], list[int]]
     """See `TextEncoder.continuation`."""
+    tokenizer: Any = None
+    """The tokenizer itself, for chat templates."""
+    ends: frozenset[int] = frozenset()
+    """See `decoder`."""
 
 
 def codec_of(tokenizer: Any, *, ends: Collection[int] = ()) -> Codec:
     """Return both directions; `tokenizer` is what `load_tokenizer` gives, `ends` as in `decoder`."""
-    return Codec(decoder(tokenizer, ends=ends), TextEncoder(tokenizer).continuation)
+    return Codec(decoder(tokenizer, ends=ends), TextEncoder(tokenizer).continuation, tokenizer, frozenset(ends))
 
 
 def decoder(tokenizer: Any, *, ends: Collection[int] = ()) -> Callable[[list[int]], str]:

@@ -43,8 +43,8 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     )
     yield (
         ("environment.max_turns", "environment.options", "environment.concurrency", "environment.deadline_s"),
-        config.environment.function is not None,
-        "environment.function names none",
+        config.environment.is_used,
+        "neither environment.function nor environment.cls names one",
     )
     prm = tuple(f"prm.{key}" for key in type(config.prm).model_fields if key not in ("path", "judge", "early_stop"))
     yield prm, config.prm.is_used, "neither prm.path nor prm.judge.url names what would score steps"

@@ -64,6 +64,7 @@ from pipelinerl.messages.rollouts import ScoredTrajectory as ScoredTrajectory
 from pipelinerl.messages.rollouts import TerminalStatus as TerminalStatus
 from pipelinerl.messages.rollouts import Trajectory as Trajectory
 from pipelinerl.messages.scorer import CancelRequest as CancelRequest
+from pipelinerl.messages.scorer import EndEpisode as EndEpisode
 from pipelinerl.messages.scorer import FromScorer as FromScorer
 from pipelinerl.messages.scorer import FunctionFailed as FunctionFailed
 from pipelinerl.messages.scorer import FunctionKind as FunctionKind

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from pipelinerl.messages.base import Failed, Figures, Id, Int32, Mask, Message, Outcome, Prompt, Stop, Text, check_lengths
+from pipelinerl.messages.base import Failed, Figures, Float32, Id, Int32, Mask, Message, Outcome, Prompt, Stop, Text, check_lengths
 from pipelinerl.messages.engine import Cancel, Finish
 from pipelinerl.messages.prm import PrmLoad, PrmReady, StepsScored, TraceTokens
 
@@ -93,18 +93,20 @@ class Turns(Message, frozen=True):
     """
 
     starts: Int32
-    """[K] int32, position of each turn's first token; the first is 0."""
+    """[K] int32, position of each turn's first token; the first is 0, or behind what an environment said first."""
     ends: Int32
     """[K] int32, position of each turn's last token."""
     states: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 16)]
     """[K] name of the state that each turn answers; the names are equal for equal states of sibling rollouts."""
+    rewards: Float32 | None = None
+    """[K] float32, the environment's own reward of each turn; None where it gives none."""
 
     def __post_init__(self) -> None:
-        check_lengths(self, "starts", "ends", "states")
+        check_lengths(self, "starts", "ends", "states", *(("rewards",) if self.rewards is not None else ()))
         borders = np.stack((self.starts, self.ends), 1).ravel()
-        if not len(borders) or borders[0] != 0 or (self.ends < self.starts).any() or (self.starts[1:] <= self.ends[:-1] + 1).any():
+        if not len(borders) or borders[0] < 0 or (self.ends < self.starts).any() or (self.starts[1:] <= self.ends[:-1] + 1).any():
             raise ValueError(
-                f"Turns: from {self.starts.tolist()} to {self.ends.tolist()}, expected at least one, the first from 0, each with a token"
+                f"Turns: from {self.starts.tolist()} to {self.ends.tolist()}, expected at least one, from 0 on, each with a token"
                 " and at least one of the environment before the next"
             )
 
@@ -124,7 +126,7 @@ class RequestKind(enum.StrEnum):
     GROUP_REWARD = "group reward"
     """The rewards that compare siblings."""
     ENVIRONMENT = "environment"
-    """The environment's reply to the last turn of an episode."""
+    """The environment's reply to the last turn of an episode; of an environment with state also its beginning, before the first."""
 
 
 class ScorerTask(Message, frozen=True):
@@ -141,7 +143,8 @@ class ScorerTask(Message, frozen=True):
     finishes: tuple[Finish, ...]
     """One for each completion; for an episode, the finish of its last turn."""
     turns: tuple[Turns | None, ...]
-    """One for each completion; None in a run without an environment, where the whole completion is one turn."""
+    """One for each completion; None in a run without an environment, where the whole completion is one turn, and of an episode that is to
+    begin."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "completions", "finishes", "turns")
@@ -160,6 +163,12 @@ class CancelRequest(Message, frozen=True):
     """Tell a scorer that nobody waits for a request any more, and that no answer should follow."""
 
     request_id: int
+
+
+class EndEpisode(Message, frozen=True):
+    """Tell a scorer that an episode is over: its environment is closed, and the process that held it takes another."""
+
+    rollout_id: Id
 
 
 class Observation(Message, frozen=True):
@@ -187,17 +196,23 @@ class Result(Message, frozen=True):
     """One entry for each completion: the reward from each function that applied, by the function's name, before weighting."""
     observation: Observation | None = None
     """None where the environment says that the episode is over, where it failed, and in answers to reward requests."""
+    reward: float = 0.0
+    """An environment's own reward of the turn."""
+    is_lost: bool = False
+    """True where the process that held the environment is gone: the episode begins again."""
+    has_drifted: bool = False
+    """True where the chat template cannot say what follows the sampled turn: the episode is over."""
     error: Text = ""
     """Error message with the function's name; empty where `outcome` is `OK`."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_lengths(self, "rewards", "components")
-        has_values = bool(self.rewards) or self.observation is not None
-        if (has_values and self.outcome is not Outcome.OK) or not all(map(math.isfinite, self.rewards)):
+        has_values = bool(self.rewards) or self.observation is not None or self.reward != 0.0
+        if (has_values and self.outcome is not Outcome.OK) or not all(map(math.isfinite, (*self.rewards, self.reward))):
             got = f"outcome {self.outcome} with rewards {self.rewards}{' and an observation' if self.observation is not None else ''}"
             raise ValueError(f"Result {self.request_id}: {got}; only ok has any, and rewards are finite")
 
 
 FromScorer = ScorerReady | ScorerLoad | FunctionFailed | Result | PrmReady | PrmLoad | StepsScored | Failed
-ToScorer = Request | CancelRequest | TraceTokens | Cancel | Stop
+ToScorer = Request | CancelRequest | EndEpisode | TraceTokens | Cancel | Stop

@@ -167,7 +167,11 @@ def _steps(prm: Mapping[str, float]) -> RenderableType:
 def _turns(environment: Mapping[str, float]) -> RenderableType:
     """The environment's replies, and the rollouts between two turns."""
     replies, between = (units.whole(environment.get(name, 0)) for name in ("num_observations", "num_awaiting_reply"))
-    return Text(f"{replies} replied to by the environment   {between} rollouts between two turns")
+    said = f"{replies} replied to by the environment   {between} rollouts between two turns"
+    if "num_alive" in environment:
+        alive, again, drifts = (units.whole(environment.get(name, 0)) for name in ("num_alive", "num_restarts", "num_drifts"))
+        said += f"   {alive} environments alive   {again} episodes begun again   {drifts} ended by drift"
+    return Text(said)
 
 
 def _engines(state: RunState) -> RenderableType:

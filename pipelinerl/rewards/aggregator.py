@@ -34,7 +34,7 @@ class Aggregator:
         self.missing.remove(pool)
         self._answers.append(answer)
         if answer.outcome is not Outcome.OK:
-            return self._failed(answer.outcome, answer.error, duration_s=answer.duration_s)
+            return self._failed(answer.outcome, answer.error, duration_s=answer.duration_s, is_lost=answer.is_lost)
         return None if self.missing else self._total()
 
     def _total(self) -> Result:
@@ -55,8 +55,10 @@ class Aggregator:
             rewards=rewards,
             components=components,
             observation=self._answers[0].observation,
+            reward=self._answers[0].reward,
+            has_drifted=self._answers[0].has_drifted,
             duration_s=duration_s,
         )
 
-    def _failed(self, outcome: Outcome, error: str, *, duration_s: float) -> Result:
-        return Result(request_id=self.request_id, outcome=outcome, error=error, duration_s=duration_s)
+    def _failed(self, outcome: Outcome, error: str, *, duration_s: float, is_lost: bool = False) -> Result:
+        return Result(request_id=self.request_id, outcome=outcome, error=error, duration_s=duration_s, is_lost=is_lost)

@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from pipelinerl.config import RewardSection
 from pipelinerl.messages import Message, Observation, Outcome, ScorerTask
 from pipelinerl.runtime.function_errors import FunctionError
@@ -47,6 +49,10 @@ class Component(Message, frozen=True):
     """Arguments of every call beside the row's columns; for a reward model, vLLM's engine arguments."""
     is_environment: bool = False
     """True for an environment, which is alone in its pool."""
+    is_stateful: bool = False
+    """True for a class of environments with state."""
+    python: str = ""
+    """Interpreter of such a class; empty for the worker's own."""
     model: RewardModel | None = None
     """None for a function; a reward model is alone in its pool."""
 
@@ -78,6 +84,8 @@ class Setup(Message, frozen=True):
     pools: tuple[tuple[Component, ...], ...]
     max_tokens: int
     """Maximum length of a completion in this run, for reward functions that ask for it by name."""
+    chat: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The settings of chats, see `ChatOptions`; empty in a run without an environment with state."""
 
 
 class Spawn(Message, frozen=True):
@@ -129,6 +137,8 @@ class Call(Message, frozen=True):
 
     call_id: int
     task: ScorerTask
+    closes: bool = False
+    """True to close the environment of an episode that is over; the task is the one that it began with."""
 
 
 class Withdraw(Message, frozen=True):
@@ -162,6 +172,12 @@ class CallResult(Message, frozen=True):
     components: tuple[dict[str, float], ...] = ()
     """For each completion, the value of every function that applied, by name; empty unless `outcome` is `OK`, and for an environment."""
     observation: Observation | None = None
+    """The same as in `Result`."""
+    reward: float = 0.0
+    """The same as in `Result`."""
+    is_lost: bool = False
+    """The same as in `Result`."""
+    has_drifted: bool = False
     """The same as in `Result`."""
     error: str = ""
     failed: str = ""

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pipelinerl.data.tokenizer import Codec
@@ -18,14 +19,21 @@ from pipelinerl.rewards.arguments import WrongReturn
 from pipelinerl.rewards.calls import Call, CallResult, Component
 from pipelinerl.rewards.environment import Environment, load_environment
 from pipelinerl.rewards.reward import Reward, load_rewards, read_values
+from pipelinerl.rewards.stateful import Answer, StatefulEnvironment, load_stateful
 from pipelinerl.runtime.function_errors import FunctionError, error_of, message_of, place_of
 
+_NO_CHAT: Mapping[str, Any] = MappingProxyType({})
 ERROR_CHARACTERS = 2000
 """Maximum length of an error text in a message. A larger one would let one exception with a huge message fill the journal."""
 
 
-def load_functions(components: Sequence[Component]) -> tuple[Reward | Environment, ...]:
+Function = Reward | Environment | StatefulEnvironment
+
+
+def load_functions(components: Sequence[Component]) -> tuple[Function, ...]:
     """Import the functions of a pool. Raises `ConfigError` where one is missing, cannot be imported or has an unknown signature."""
+    if components[0].is_stateful:
+        return (load_stateful(components[0]),)
     return (load_environment(components[0]),) if components[0].is_environment else load_rewards(components)
 
 
@@ -33,9 +41,19 @@ class Runner:
     """Runs the functions of a pool in order."""
 
     def __init__(
-        self, functions: Sequence[Reward | Environment], *, codec: Codec, max_tokens: int, entering: Callable[[str], None]
+        self,
+        functions: Sequence[Function],
+        *,
+        codec: Codec,
+        max_tokens: int,
+        entering: Callable[[str], None],
+        chat: Mapping[str, Any] = _NO_CHAT,
     ) -> None:
-        """Take `entering`, which is called with the name of every function but the first before that function runs."""
+        """Take `entering`, which is called with the name of every function but the first before that function runs, and the settings of
+        `chat` (`ChatOptions`), for an environment with state.
+        """
+        if isinstance(functions[0], StatefulEnvironment):
+            functions[0].speak(codec, chat)
         self._functions = functions
         self._codec = codec
         self._max_tokens = max_tokens
@@ -56,10 +74,12 @@ class Runner:
         started_at, begin = time.time(), time.perf_counter()
         durations_s: dict[str, float] = {}
         components: tuple[dict[str, float], ...] = ()
-        observation, outcome, error, failed, failure = None, Outcome.OK, "", "", None
+        answer, outcome, error, failed, failure = Answer(), Outcome.OK, "", "", None
         try:
-            if isinstance(self._functions[0], Environment):
-                observation = self._observe(self._functions[0], call.task, durations_s)
+            if isinstance(self._functions[0], StatefulEnvironment):
+                answer = self._play(self._functions[0], call, durations_s)
+            elif isinstance(self._functions[0], Environment):
+                answer = Answer(observation=self._observe(self._functions[0], call.task, durations_s))
             else:
                 components = self._score(call.task, durations_s)
         except BaseException as raised:  # the boundary to a user's function: whatever it raises, SystemExit too, becomes a counted value
@@ -71,11 +91,16 @@ class Runner:
             else:
                 error = f"{name} raised {type(raised).__name__}{message and f': {message}'}"
                 outcome, failure = Outcome.ERROR, error_of(raised, function=function)
+        if answer.is_lost:
+            outcome, error = Outcome.ERROR, f"the process that held the environment of {call.task.rollout_id} is gone"
         return CallResult(
             call_id=call.call_id,
             outcome=outcome,
             components=components,
-            observation=observation,
+            observation=answer.observation,
+            reward=answer.reward,
+            is_lost=answer.is_lost,
+            has_drifted=answer.has_drifted,
             error=error[:ERROR_CHARACTERS],
             failed=failed,
             failure=failure,
@@ -83,6 +108,13 @@ class Runner:
             duration_s=time.perf_counter() - begin,
             durations_s=durations_s,
         )
+
+    def _play(self, environment: StatefulEnvironment, call: Call, durations_s: dict[str, float]) -> Answer:
+        with _timed(environment.name, durations_s):
+            if not call.closes:
+                return environment.answer(call.task, invoke=self._call)
+            environment.close(invoke=self._call)
+            return Answer()
 
     def _observe(self, environment: Environment, task: ScorerTask, durations_s: dict[str, float]) -> Observation | None:
         with _timed(environment.name, durations_s):
@@ -104,7 +136,7 @@ class Runner:
                     found[reward.name] = value
         return components
 
-    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         returned = function(**arguments)
         return self._loop.run(_value_of(returned)) if inspect.isawaitable(returned) else returned
 

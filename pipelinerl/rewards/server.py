@@ -10,7 +10,7 @@ import msgspec
 
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerGone
-from pipelinerl.messages import CancelRequest, Failed, Message, Request, ScorerLoad, ScorerReady, Stop
+from pipelinerl.messages import CancelRequest, EndEpisode, Failed, Message, Request, ScorerLoad, ScorerReady, Stop
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.pool.pools import RewardPools
 from pipelinerl.transport.base import Link
@@ -22,7 +22,7 @@ LOAD_EVERY_S = 1.0
 class Server:
     """One scorer.
 
-    takes       `Request`, `CancelRequest`, `Stop` from the orchestrator; answers of workers
+    takes       `Request`, `CancelRequest`, `EndEpisode`, `Stop` from the orchestrator; answers of workers
     gives       `ScorerReady` once, `Result` for every request that is not cancelled, `FunctionFailed` for each
                 cause of failures, `ScorerLoad` every second
     waits for   the link and every worker's channel at once, until the next deadline at the latest
@@ -88,6 +88,8 @@ class Server:
                 self._pools.submit(message)
             case CancelRequest():
                 self._pools.cancel(message.request_id)
+            case EndEpisode():
+                self._pools.end_episode(message.rollout_id)
             case Stop():
                 self._is_stopped = True
 

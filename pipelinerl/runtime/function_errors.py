@@ -27,7 +27,8 @@ TRACEBACK_CHARACTERS = 8000
 """Longest traceback that travels: its end, where the error is. Longer would let one deep recursion fill the journal."""
 _OURS = Path(__file__).parents[2]
 _CALLERS = tuple(
-    str(_OURS / "pipelinerl" / "rewards" / path) for path in ("pool/worker.py", "runner.py", "reward.py", "environment.py", "arguments.py")
+    str(_OURS / "pipelinerl" / "rewards" / path)
+    for path in ("pool/worker.py", "runner.py", "reward.py", "environment.py", "stateful.py", "interpreter.py", "arguments.py")
 )
 """Frames of these files are how a function is called, and say nothing of its error."""
 _STACK_LINE = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<name>.*)$', re.MULTILINE)
@@ -47,8 +48,18 @@ class FunctionError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return f"{self.cause} at {self.where}" if self.where else self.cause
 
 
+class OtherProcessError(Exception):
+    """What a function raised in another process, which described it there."""
+
+    def __init__(self, described: FunctionError) -> None:
+        super().__init__(str(described))
+        self.described = described
+
+
 def error_of(raised: BaseException, *, function: Any = None) -> FunctionError:
     """Describe what a function raised. Never raises, whatever the exception's class does."""
+    if isinstance(raised, OtherProcessError):
+        return raised.described
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(raised.__traceback__)]
     return FunctionError(
         cause=_one_line(_cause_of(raised)),

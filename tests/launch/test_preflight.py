@@ -44,6 +44,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def reply(turns, secret):
     return None
+
+class Game:
+    def reset(self, secret):
+        return "?"
+
+    def step(self, message):
+        return None, 1.0, True
+
+class Half:
+    def reset(self):
+        return "?"
 """
 
 
@@ -164,6 +175,15 @@ def test_an_environment_is_asked_as_rewards_are(settings: Callable[..., Config])
     assert problem.startswith("environment rewards.py:reply needs secret, but the row has only the columns answer")
     (missing,) = failures(look(settings(environment={"function": "rewards.py:answer"})))
     assert missing.startswith("environment.function: rewards.py has no 'answer'")
+
+
+def test_a_class_of_environments_is_looked_at_and_its_reset_asked_for_its_columns(settings: Callable[..., Config]):
+    (problem,) = failures(look(settings(environment={"cls": "rewards.py:Game"})))
+    assert problem.startswith("environment rewards.py:Game: reset needs secret, but the row has only the columns answer")
+    (wrong,) = failures(look(settings(environment={"cls": "rewards.py:Half"})))
+    assert wrong.startswith("environment.cls: environment rewards.py:Half has no step, expected a class with reset(self, **columns)")
+    (none,) = failures(look(settings(environment={"cls": "rewards.py:Game", "python": "nowhere/python"})))
+    assert none.startswith("environment.cls: environment.python: nowhere/python cannot be started")
 
 
 def test_a_source_without_an_end_is_looked_at_in_part(settings: Callable[..., Config], tmp_path: Path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.advantages import MethodAdvantages
+from orchestrator.advantages import MethodAdvantages, _turns
 from orchestrator.rollouts.multi_turn import Episode
-from orchestrator.rollouts.scorer_tasks import environment_task
+from orchestrator.rollouts.scorer_tasks import environment_task, score_of
 from orchestrator.rules.batch import Filtered
 from orchestrator.rules.kv import squared_lags_of
 from pipelinerl.algorithms.method import Need
@@ -105,6 +105,68 @@ def test_an_environment_that_fails_fails_the_rollout_as_it_failed():
     replied = Result(request_id=0, outcome=Outcome.TIMEOUT, error="reply did not return within 1 s")
     row = trajectory(begun().said(said(0, first=10, turn=0)).observe(replied))
     assert (row.finish, row.outcome, row.error) == (Finish.ERROR, Outcome.TIMEOUT, "environment: reply did not return within 1 s")
+
+
+def stateful(*, max_tokens: int = 20, max_turns: int = 2) -> Episode:
+    return Episode(prompt=handmade.prompt(2), max_tokens=max_tokens, max_turns=max_turns, is_stateful=True)
+
+
+def rewarded(reward: float, *token_ids: int, turn: int) -> Result:
+    said = Observation(token_ids=np.array(token_ids, np.int32), state="X") if token_ids else None
+    return Result(request_id=turn, outcome=Outcome.OK, observation=said, reward=reward)
+
+
+def test_an_environment_with_state_speaks_first_and_rewards_every_turn_the_last_too():
+    task = environment_task("0/0", attempt=0, episode=stateful())
+    assert (task.turns, task.completions[0].tolist()) == ((None,), [])
+    episode = stateful().observe(observed(40, 41, state="start", turn=0))
+    assert (episode.context.tolist(), episode.num_turns, episode.is_over) == ([100, 101, 40, 41], 0, False)
+    episode = episode.said(said(3, first=10, turn=0)).observe(rewarded(0.25, 50, turn=0))
+    episode = episode.said(said(3, 3, first=20, turn=1))
+    assert not episode.is_over, "the environment hears the last turn too"
+    row = trajectory(episode.observe(rewarded(2.0, 51, turn=1)))
+    assert row.token_ids.tolist() == [100, 101, 40, 41, 10, 50, 20, 21], "and what it says to it is not heard"
+    assert row.loss_mask.tolist() == [False, False, False, False, True, False, True, True]
+    assert row.turns is not None
+    assert row.turns.rewards is not None
+    assert (row.turns.starts.tolist(), row.turns.states, row.turns.rewards.tolist()) == ([2, 4], ("start", "X"), [0.25, 2.0])
+    score = score_of(row, Result(request_id=9, outcome=Outcome.OK, rewards=(0.5,), components=({"rule": 0.5},)))
+    assert (score.reward, score.components) == (2.75, {"rule": 0.5, "environment": 2.25})
+
+
+def test_a_reset_that_says_nothing_leaves_the_prompt_and_one_that_leaves_no_room_fails():
+    episode = stateful().observe(over(0))
+    assert (episode.context.tolist(), episode.is_over) == ([100, 101], False)
+    row = trajectory(stateful(max_tokens=2).observe(observed(40, 41, state="start", turn=0)))
+    assert (row.finish, row.outcome, row.error) == (
+        Finish.ERROR,
+        Outcome.INVALID,
+        "environment: its reset says 2 tokens, and rollout.max_tokens is 2",
+    )
+
+
+def test_a_turn_that_was_cut_off_is_not_heard_and_has_no_reward():
+    episode = stateful().observe(over(0)).said(said(3, first=10, turn=0)).observe(rewarded(0.25, 50, turn=0))
+    row = trajectory(episode.said(said(3, first=20, turn=1, finish=Finish.LENGTH)))
+    assert row.turns is not None
+    assert row.turns.rewards is not None
+    assert row.turns.rewards.tolist() == [0.25, 0.0]
+
+
+def test_an_episode_that_begins_again_has_nothing_of_its_past():
+    episode = stateful().observe(observed(40, state="start", turn=0)).said(said(3, first=10, turn=0)).restarted()
+    assert (episode.context.tolist(), episode.num_turns, episode.turns, episode.rewards) == ([100, 101], 0, None, ())
+    assert (episode.is_over, episode.num_restarts, episode.newest_version, episode.states) == (False, 1, -1, ("prompt",))
+
+
+def test_turns_score_what_their_environment_gave_them_and_sum_up_to_the_reward():
+    episode = stateful(max_turns=3).observe(over(0))
+    for turn, reward in enumerate((1.0, -0.5, 0.0)):
+        episode = episode.said(said(3, first=10 * turn, turn=turn)).observe(rewarded(reward, 50, turn=turn))
+    row = trajectory(episode)
+    score = score_of(row, Result(request_id=9, outcome=Outcome.OK, rewards=(0.25,), components=({"rule": 0.25},)))
+    (steps,) = _turns((ScoredTrajectory(trajectory=row, score=score),))
+    assert steps.scores.tolist() == [1.0, -0.5, 0.25]
 
 
 def test_gigpo_compares_turns_that_answer_equal_states():

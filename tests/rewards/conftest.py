@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,14 +230,23 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
     """Start a scorer process with these rewards, each with a weight or settings: names in `example_rewards.py`, references, or folders."""
     started: list[Scorer] = []
 
-    def start(rewards: dict[str, float | dict[str, Any]], *, slots: int = 2, deadline_s: float = 20.0, environment: str = "") -> Scorer:
+    def start(
+        rewards: dict[str, float | dict[str, Any]],
+        *,
+        slots: int = 2,
+        deadline_s: float = 20.0,
+        environment: str = "",
+        stateful: str = "",
+        concurrency: int | None = None,
+        variables: Sequence[str] = (),
+    ) -> Scorer:
         run_folder = tmp_path_factory.mktemp("run")
         make_keys(run_folder, PEERS)
         config = {
             "model": {"path": str(tokenizer_folder)},
             "data": {"source": "unused.jsonl"},
             "rollout": {"max_tokens": 100},
-            "scorer": {"slots": slots, "deadline_s": deadline_s},
+            "scorer": {"slots": slots, "deadline_s": deadline_s, "variables": list(variables)},
             "reward": [
                 ({"model": name} if "/" in name and ":" not in name else {"function": name if ":" in name else f"{REWARDS}:{name}"})
                 | (settings if isinstance(settings, dict) else {"weight": settings})
@@ -246,6 +255,8 @@ def start_scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
         }
         if environment:
             config["environment"] = {"function": f"{REWARDS}:{environment}", "options": {"mark": "!"}}
+        if stateful:
+            config["environment"] = {"cls": stateful, "concurrency": concurrency}
         (run_folder / "config.json").write_text(json.dumps({"schema": SCHEMA} | config))
         started.append(Scorer(run_folder, scratch=tmp_path_factory.mktemp("scratch")))
         return started[-1]

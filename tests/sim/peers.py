@@ -26,6 +26,7 @@ from pipelinerl.messages import (
     Cancel,
     CancelRequest,
     CheckpointSaved,
+    EndEpisode,
     EndTraining,
     EngineMismatch,
     FunctionFailed,
@@ -86,6 +87,10 @@ class World:
     """Of scores that are a timeout, an error or invalid."""
     reply_s: float = 0.05
     """Of an environment."""
+    num_environments: int | None = None
+    """Environments with state that may live at once; None for a function, which has none."""
+    lost_environment_fraction: float = 0.0
+    """Of turns over which the process of an environment with state is lost."""
     bad_reply_fraction: float = 0.0
     """Of an environment's replies that are a timeout, after ten times as long, an error or invalid."""
     kv_tokens: int | None = None
@@ -165,6 +170,15 @@ def reply(token_ids: np.ndarray) -> list[int] | None:
     return None if digest % 4 == 0 else [(digest >> 2 * place) % 1000 for place in range(1 + digest % 3)]
 
 
+OPENING = [7, 8]
+"""What the simulated environment with state says before the first turn."""
+
+
+def turn_reward(number: int) -> float:
+    """What the simulated environment with state gives a turn, from 1; nothing to a reset."""
+    return 0.25 * number
+
+
 async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: World) -> None:
     """Serve until told to stop, like `pipelinerl.engine.server`."""
     fake = SimulatedEngine(
@@ -227,11 +241,14 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     await asyncio.sleep(world.start_s)
     ready = ScorerReady(scorer_id=0, process_id=next(process_ids), num_slots=num_slots)
     calls: list[asyncio.TimerHandle] = []
+    held: dict[str, int] = {}
+    """Turns that each environment with state has heard, by episode."""
 
     def introduce(kept: Sequence[bytes]) -> list[Message]:
         for call in calls:
             call.cancel()
         calls.clear()
+        held.clear()
         return [ready]
 
     link.introduce(introduce)
@@ -240,14 +257,30 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
     while not isinstance(message := await link.wait(), Stop):
         if isinstance(message, CancelRequest):
             continue
+        if isinstance(message, EndEpisode):
+            held.pop(message.rollout_id, None)
+            continue
         assert isinstance(message, Request)
         task, environment = message.task, message.task.kind is RequestKind.ENVIRONMENT
         is_bad = chance.random() < (world.bad_reply_fraction if environment else world.bad_score_fraction)
         outcome = chance.choice(bad) if is_bad else Outcome.OK
         seconds, observation, rewards, name = world.score_s, None, (), "reward"
-        if environment:
+        is_lost, own_reward = False, 0.0
+        if environment and world.num_environments is not None:
+            num_turns = 0 if task.turns[0] is None else len(task.turns[0].starts)
+            is_here = not num_turns or held.get(task.rollout_id) in (num_turns - 1, num_turns)
+            is_lost = not is_here or chance.random() < world.lost_environment_fraction
+            if is_lost:
+                held.pop(task.rollout_id, None)
+                outcome = Outcome.ERROR
+            else:
+                held[task.rollout_id] = num_turns
+                own_reward = turn_reward(num_turns) if outcome is Outcome.OK else 0.0
+                assert len(held) <= world.num_environments, "more environments live than may"
+        if environment and not is_lost:
             seconds = world.reply_s * (10 if outcome is Outcome.TIMEOUT else 1)
-            if outcome is Outcome.OK and (said := reply(task.completions[0])) is not None:
+            spoken = OPENING if task.turns[0] is None else reply(task.completions[0][task.turns[0].starts[0] :])
+            if outcome is Outcome.OK and (said := spoken) is not None:
                 observation = Observation(token_ids=np.array(said, np.int32), state=f"state {said[-1] % 3}")
         elif task.kind is RequestKind.GROUP_REWARD:
             rewards, name = tuple(map(float, range(len(task.completions)))), "rank"
@@ -263,6 +296,8 @@ async def scorer(link: MemoryLink, *, num_slots: int, world: World) -> None:
             rewards=rewards,
             components=tuple({name: reward} for reward in rewards),
             observation=observation,
+            reward=own_reward,
+            is_lost=is_lost,
             error="" if outcome is Outcome.OK else "simulated",
             duration_s=world.score_s,
         )

@@ -140,6 +140,69 @@ def test_episodes_survive_whoever_is_killed_and_an_environment_that_hangs_fails_
     assert who != "engine" or went_on, "an engine that dies takes one turn with it, not the turns before"
 
 
+def with_state(max_alive: int, **sections: dict[str, Any]) -> Config:
+    environment = {"cls": "unused:Game", "max_turns": MAX_TURNS, "concurrency": max_alive}
+    return episodes(environment=environment, **sections)
+
+
+def credit_with_state(siblings: Siblings):
+    """A mean baseline that looks whether turns are what they say, and rewards those of the environment."""
+    for member in siblings:
+        trajectory, turns = member.trajectory, member.trajectory.turns
+        assert turns is not None
+        num_prompt = len(trajectory.prompt.token_ids)
+        after = trajectory.token_ids[num_prompt:]
+        assert after[:2].tolist() == peers.OPENING
+        assert trajectory.loss_mask[num_prompt:].tolist() == turns.mask(len(after)).tolist()
+        assert turns.rewards is not None
+        num_heard = len(turns.starts) - (trajectory.finish is Finish.LENGTH and turns.rewards[-1] == 0.0)
+        assert turns.rewards[:num_heard].tolist() == [peers.turn_reward(number) for number in range(1, num_heard + 1)]
+        assert member.score.components["environment"] == turns.rewards.sum()
+        assert member.score.reward == member.score.components["reward"] + turns.rewards.sum()
+    return mean_baseline(siblings)
+
+
+def test_environments_with_state_hold_back_groups_and_reward_each_turn(tmp_path: Path) -> None:
+    """Fewer may live than a group has siblings: they are played one after the other, and nobody waits for ever."""
+    held_out = Prompts(seed=9)
+    simulated = run(
+        with_state(3),
+        folder=tmp_path,
+        world=dataclasses.replace(WORLD, num_environments=3),
+        group_advantages=credit_with_state,
+        held_out=tuple(held_out.next() for _ in range(8)),
+    )
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+    gauges = [line["environment"] for line in simulated.lines if line["kind"] == "status"]
+    assert max(gauge["num_alive"] for gauge in gauges) == 3
+    waited_s = [line["waited_s"] for line in simulated.lines if line["kind"] == "status"][-1]
+    assert waited_s["generation: one of the 3 environments that may live at once"] > 0.0
+    assert [version for version, _ in simulated.ending.evaluations] == [0, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", KILLS)
+def test_an_episode_whose_environment_is_lost_begins_again_from_its_prompt(tmp_path: Path, who: str) -> None:
+    world = World(
+        token_s=1e-3, mean_tokens=8, bad_reply_fraction=0.02, bad_score_fraction=0.02, num_environments=16, lost_environment_fraction=0.05
+    )
+    settings = with_state(16, trainer={"steps": 16})
+    survived = survive(settings, folder=tmp_path, faults=KILLS[who], world=world, group_advantages=credit_with_state)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
+        lost = ledger.execute("SELECT rollout_id, attempt, seq FROM events WHERE kind = 'lost' AND reason LIKE 'environment:%'").fetchall()
+        assert len(lost) > 20
+        name, attempt, seq = lost[0]
+        after = (
+            "SELECT kind, attempt, turn FROM events WHERE rollout_id = ? AND seq > ? AND kind IN ('reset', 'issued', 'observed') LIMIT 3"
+        )
+        again = ledger.execute(after, (name, seq)).fetchall()
+    assert again[:2] == [("reset", attempt + 1, None), ("issued", attempt + 1, None)]
+    assert len(again) < 3 or again[2][2] in (0, None), "and hears its first turn again"
+
+
 @pytest.mark.slow
 def test_versions_never_fall_along_an_episode_that_goes_on_with_another_engine(tmp_path: Path) -> None:
     """Engines refuse policies, and are then given no new turns; engine 1 is slow to take one, so it is often the older."""

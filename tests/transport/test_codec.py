@@ -23,6 +23,7 @@ from pipelinerl.messages import (
     CheckpointSaved,
     Completion,
     EarlyStopDecision,
+    EndEpisode,
     EndTraining,
     EngineLoad,
     EngineMismatch,
@@ -166,6 +167,7 @@ EXAMPLES: tuple[Message, ...] = (
     TASK,
     Request(request_id=3, task=TASK),
     CancelRequest(request_id=3),
+    EndEpisode(rollout_id="4/1"),
     Observation(token_ids=IDS, state="said:ff"),
     Result(request_id=3, outcome=Outcome.OK, rewards=(0.5,), components=({"best": 0.5},)),
     SCORED,
@@ -336,7 +338,7 @@ def test_samples_of_a_row_must_cover_it_and_be_named():
 
 
 @pytest.mark.parametrize(
-    ("starts", "ends"), [([], []), ([1], [2]), ([0, 1], [0, 1]), ([0, 3], [1, 2]), ([0, 4], [3, 3]), ([0], [-1])], ids=str
+    ("starts", "ends"), [([], []), ([-1], [2]), ([0, 1], [0, 1]), ([0, 3], [1, 2]), ([0, 4], [3, 3]), ([0], [-1])], ids=str
 )
 def test_turns_begin_at_the_prompt_and_have_the_environment_between_them(starts: list[int], ends: list[int]):
     changes = {"starts": column(starts, "<i4"), "ends": column(ends, "<i4"), "states": ["a"] * len(starts)}

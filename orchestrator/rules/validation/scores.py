@@ -33,6 +33,8 @@ class ScoreCheck:
         if said.outcome is not Outcome.OK:
             return None
         is_environment = asked.kind is RequestKind.ENVIRONMENT
+        if said.reward and not is_environment:
+            return Violation(kind=Kind.SCORES, words=f"{about}: an environment's reward {said.reward}, expected rewards")
         if said.observation is not None and not is_environment:
             return Violation(kind=Kind.SCORES, words=f"{about}: an observation, expected rewards")
         num_expected = 0 if is_environment else len(asked.completions)

@@ -98,6 +98,16 @@ GAUGES = (
         read=lambda state: _status(state).rollouts,
     ),
     Metric(
+        "environment/<gauge>",
+        "environment",
+        "counts",
+        "of an environment: replies so far, rollouts between two turns; of one with state also objects alive, episodes that began again"
+        " because theirs was lost, and that ended because the chat template cannot say what follows a turn (drifts)",
+        "num_alive at `environment.concurrency`: raise that. num_restarts grows: its processes are killed, often for memory. num_drifts"
+        " grows: such a template serves one turn only.",
+        read=lambda state: _status(state).environment,
+    ),
+    Metric(
         "weights/policy_version",
         "version",
         "versions",

@@ -152,7 +152,9 @@ class ForkServer:
             self._become_worker(parent, folder)
             if spawn.gpu:
                 show_first(spawn.gpu)
-            run_worker(channel, components=setup.pools[spawn.pool], codec=codec, max_tokens=setup.max_tokens, folder=folder)
+            run_worker(
+                channel, components=setup.pools[spawn.pool], codec=codec, max_tokens=setup.max_tokens, folder=folder, chat=setup.chat
+            )
             code = 0
         except ConnectionError:
             code = 0  # the scorer closed the channel in the middle of an answer: it has ended

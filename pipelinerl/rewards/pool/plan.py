@@ -32,6 +32,8 @@ class PoolSpec:
     """True for the pool of all functions without limits."""
     batch: int | None = None
     """Calls that a slot takes at once, and answers together; None where it runs one after the other."""
+    is_stateful: bool = False
+    """True for a class of environments, each of whose slots holds one episode at a time."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,21 +70,35 @@ def plan_pools(rewards: Sequence[RewardSection], scorer: ScorerSection, environm
                 batch=None if component.model is None else MAX_BATCH,
             )
         )
-    if (function := environment.function) is not None:
-        short = function.rpartition(":")[2]
-        name = function if short in names else short
+    if (component := environment_component(environment, beside=names)) is not None:
         own.append(
             PoolSpec(
-                components=(Component(function=function, name=name, options=environment.options, is_environment=True),),
+                components=(component,),
                 takes=RequestKind.ENVIRONMENT,
-                num_slots=environment.concurrency or scorer.slots,
+                num_slots=environment.max_alive if component.is_stateful else environment.concurrency or scorer.slots,
                 deadline_s=environment.deadline_s or scorer.deadline_s,
+                is_stateful=component.is_stateful,
             )
         )
     first = PoolSpec(
         components=tuple(shared), takes=RequestKind.REWARD, num_slots=scorer.slots, deadline_s=scorer.deadline_s, is_shared=True
     )
     return (first, *own) if shared else tuple(own)
+
+
+def environment_component(environment: EnvironmentSection, *, beside: Sequence[str] = ()) -> Component | None:
+    """Return the environment, by a name that none `beside` it has; None in a run without one."""
+    if (reference := environment.reference) is None:
+        return None
+    short = reference.rpartition(":")[2]
+    return Component(
+        function=reference,
+        name=reference if short in beside else short,
+        options=environment.options,
+        is_environment=True,
+        is_stateful=environment.cls is not None,
+        python="" if environment.python is None else str(environment.python),
+    )
 
 
 def _model_of(reward: RewardSection) -> RewardModel | None:

@@ -14,6 +14,7 @@ from pipelinerl.messages import FunctionKind, Message, Outcome, RequestKind
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.calls import Call, Calling, CallResult, Ended, FromWorker, Loaded, Refused, Skipped, Withdraw
 from pipelinerl.rewards.failures import Failures
+from pipelinerl.rewards.pool.episodes import EpisodeQueue
 from pipelinerl.rewards.pool.plan import PoolSpec
 from pipelinerl.rewards.pool.queue import Queue, Ticket
 from pipelinerl.rewards.pool.sandbox import Sandbox
@@ -62,7 +63,7 @@ class Pool:
     journal: Journal
     gpus: Sequence[str] = ()
     """UUID of each slot's GPU; none where it was dealt none."""
-    queue: Queue = dataclasses.field(init=False)
+    queue: Queue | EpisodeQueue = dataclasses.field(init=False)
     _busy_s: float = 0.0
     """Seconds of finished calls, including those that were killed."""
     _workers: list[_Worker] = dataclasses.field(default_factory=list)
@@ -73,6 +74,9 @@ class Pool:
 
     def __post_init__(self) -> None:
         spec = self.spec
+        if spec.is_stateful:
+            self.queue = EpisodeQueue(num_slots=spec.num_slots, deadline_s=spec.deadline_s)
+            return
         self.queue = Queue(num_slots=spec.num_slots, deadline_s=spec.deadline_s, per_s=spec.per_s, retries=spec.retries, batch=spec.batch)
 
     def total_busy_s(self) -> float:
@@ -141,7 +145,9 @@ class Pool:
                 raise PeerSilent(f"waited {LOAD_DEADLINE_S:g} s for a worker of {self.name} to import the reward functions")
         self._withdraw(self.queue.take_back(now))
         for slot, tickets in self.queue.hand_out(now).items():
-            self._send(slot, *(Call(call_id=ticket.call_id, task=ticket.request.task) for ticket in tickets))
+            self._send(slot, *(Call(call_id=ticket.call_id, task=ticket.request.task, closes=ticket.closes) for ticket in tickets))
+        if isinstance(self.queue, EpisodeQueue):
+            self._answers += [(ticket.request.request_id, _lost(ticket)) for ticket in self.queue.take_lost()]
         answers, self._answers = self._answers, []
         return answers
 
@@ -175,6 +181,7 @@ class Pool:
                 started_at=started_at,
                 duration_s=ran_s,
                 durations_s={worker.calling: ran_s},
+                is_lost=self.spec.is_stateful and outcome is Outcome.ERROR,
             )
             self._settle(ticket, result)
         self._stop_reading(worker)
@@ -263,9 +270,19 @@ class Pool:
 
     def _settle(self, ticket: Ticket, result: CallResult) -> None:
         """Count a try that is over, then answer the request, or try again."""
+        if ticket.closes:
+            return
         self.stats.note(result.durations_s, rollout_id=ticket.request.task.rollout_id, failed=result.failed, outcome=result.outcome)
         is_failure = result.outcome in (Outcome.ERROR, Outcome.TIMEOUT)
         if self.queue.ended(ticket, time.monotonic(), is_failure=is_failure):
             self.stats.retried(result.failed)
         else:
             self._answers.append((ticket.request.request_id, result))
+
+
+def _lost(ticket: Ticket) -> CallResult:
+    """Return the answer to a task of an episode that no process holds any more."""
+    error = f"the process that held the environment of {ticket.request.task.rollout_id} is gone"
+    return CallResult(
+        call_id=ticket.call_id, outcome=Outcome.ERROR, error=error, is_lost=True, started_at=time.time(), duration_s=0.0, durations_s={}
+    )

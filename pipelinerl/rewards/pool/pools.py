@@ -5,17 +5,20 @@ Every pool has its own slots, queue and deadline (`plan`), so a slow judge holds
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import selectors
 import time
 from collections.abc import Iterator, Sequence
 
 from pipelinerl.config import Config
+from pipelinerl.data.tokenizer import ChatOptions
 from pipelinerl.messages import FunctionFailed, FunctionLoad, Outcome, Request, RequestKind, Result
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.aggregator import Aggregator
 from pipelinerl.rewards.calls import Setup, reward_weights
 from pipelinerl.rewards.failures import Failures
+from pipelinerl.rewards.pool.episodes import EpisodeQueue
 from pipelinerl.rewards.pool.plan import plan_pools
 from pipelinerl.rewards.pool.pool import LOAD_DEADLINE_S, Pool
 from pipelinerl.rewards.pool.sandbox import Sandbox
@@ -53,7 +56,8 @@ class RewardPools:
         self._failures = failures or Failures()
         self._selector = selectors.DefaultSelector()
         components = tuple(spec.components for spec in specs)
-        setup = Setup(model_path=str(config.model.path), pools=components, max_tokens=config.rollout.max_tokens)
+        chat = dataclasses.asdict(ChatOptions.of(config.data)) if config.environment.cls is not None else {}
+        setup = Setup(model_path=str(config.model.path), pools=components, max_tokens=config.rollout.max_tokens, chat=chat)
         self._sandbox = Sandbox(setup, variables=config.scorer.variables)
         self._has_ended = False
         """True where the fork server has sent something."""
@@ -131,7 +135,16 @@ class RewardPools:
         for request_id in list(self._open):
             self.cancel(request_id)
         self._ready.clear()
+        for pool in self._pools:
+            if isinstance(pool.queue, EpisodeQueue):
+                pool.queue.end_all()
         self._failures.report_again()
+
+    def end_episode(self, rollout_id: str) -> None:
+        """Have the environment of an episode closed."""
+        for pool in self._pools:
+            if isinstance(pool.queue, EpisodeQueue):
+                pool.queue.end(rollout_id)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a worker, the fork server or a descriptor of `wake_on` is readable, a deadline passes, or `timeout_s` is over."""

@@ -53,6 +53,8 @@ class Ticket:
     """Number of tries that failed."""
     is_done: bool = False
     """True where it is answered, or nobody wants the answer any more."""
+    closes: bool = False
+    """True where it closes the environment that its request began."""
 
 
 @dataclasses.dataclass(slots=True)

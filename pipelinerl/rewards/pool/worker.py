@@ -15,9 +15,10 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from types import MappingProxyType
+from typing import Any, TextIO
 
 from pipelinerl.data.tokenizer import Codec
 from pipelinerl.errors import ConfigError
@@ -41,9 +42,18 @@ STACK_SIGNAL = signal.SIGRTMAX - 1
 """Signal at which a worker writes down its stack and ends. No library is known to use it."""
 STACK_FILE = "stack"
 """Name of the file in the worker's folder that holds its stack when it crashed or got `STACK_SIGNAL`."""
+_NO_CHAT: Mapping[str, Any] = MappingProxyType({})
 
 
-def run_worker(channel: socket.socket, *, components: tuple[Component, ...], codec: Codec, max_tokens: int, folder: Path) -> None:
+def run_worker(
+    channel: socket.socket,
+    *,
+    components: tuple[Component, ...],
+    codec: Codec,
+    max_tokens: int,
+    folder: Path,
+    chat: Mapping[str, Any] = _NO_CHAT,
+) -> None:
     """Serve calls until the scorer closes the channel. Raises `ConnectionError` where it closes while an answer is sent.
 
     Functions are imported in the folder in which the scorer was started, so that relative paths of plug-ins work; calls run in `folder`.
@@ -62,7 +72,7 @@ def run_worker(channel: socket.socket, *, components: tuple[Component, ...], cod
                 places = {components[0].name: components[0].function}
             else:
                 functions = load_functions(components)
-                runner = Runner(functions, codec=codec, max_tokens=max_tokens, entering=lambda name: send(Calling(name=name)))
+                runner = Runner(functions, codec=codec, max_tokens=max_tokens, entering=lambda name: send(Calling(name=name)), chat=chat)
                 open_ones.enter_context(contextlib.closing(runner))
                 run, places = runner.run_each, {each.name: place_of(each.function) for each in functions}
         except ConfigError as error:

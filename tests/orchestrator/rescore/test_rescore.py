@@ -41,6 +41,14 @@ def reply(turns, answer):
         raise KeyError("no such guess")
     return None if turns[-1] == answer else "no"
 
+class Game:
+    def reset(self, answer):
+        self.answer = answer
+        return "?"
+
+    def step(self, message):
+        return ("no", -0.5, False) if message != self.answer else (None, 1.0, True)
+
 def solved(completion, turns, answer):
     return float(turns[-1] == answer)
 """
@@ -141,6 +149,13 @@ def test_with_an_environment_completions_are_the_turns_of_one_rollout(tried: Cal
     assert "reply                    FAILED: KeyError(" in failed.stdout
     assert "at rewards.py:19\n" in failed.stdout
     assert "no reward: error: environment: reply raised KeyError" in failed.stdout
+
+
+def test_with_a_class_completions_are_the_turns_of_one_episode(tried: Callable[..., Shown]):
+    shown = tried('environment.cls="rewards.py:Game"', "reward=[]", "--rows=1", "--completion=3", "--completion=4")
+    assert shown.returncode == 0, shown.stderr
+    turns = "   [environment 0]\n   | ?\n   [turn 1]\n   | 3\n   [environment 1]\n   | no\n   [turn 2]\n   | 4\n"
+    assert turns + "   environment                     0.5 x 1 = 0.5 " in shown.stdout
 
 
 def test_the_engine_writes_siblings(tried: Callable[..., Shown]):
