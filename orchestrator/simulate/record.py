@@ -74,6 +74,10 @@ class Totals:
     oldest: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Samples by the age of their oldest token."""
     step_ends_s: list[float] = dataclasses.field(default_factory=list)
+    step_oldest: list[int] = dataclasses.field(default_factory=list)
+    """Age of the oldest token of each step."""
+    step_in_flight: list[int] = dataclasses.field(default_factory=list)
+    """Versions published while a rollout of each step was written, at most."""
     step_tokens: list[int] = dataclasses.field(default_factory=list)
     step_samples: list[int] = dataclasses.field(default_factory=list)
     waits_s: list[float] = dataclasses.field(default_factory=list)
@@ -134,6 +138,8 @@ class Record:
         num, num_samples = sum(step.lengths), len(step.lengths)
         totals.ages += step.ages
         totals.oldest += step.oldest
+        totals.step_oldest.append(max(step.ages, default=0))
+        totals.step_in_flight.append(max(step.in_flight, default=0))
         totals.step_ends_s.append(self._events.now_s)
         totals.step_tokens.append(num)
         totals.step_samples.append(num_samples)

@@ -1,0 +1,54 @@
+"""The bench that holds forecasts against what happened: its cases, what keeps it honest, and a published row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.foreseen import blind, published
+
+
+def test_a_seed_draws_the_same_eight_cases_and_every_kind_is_among_them():
+    cases = blind.draw(4)
+    assert cases == blind.draw(4) != blind.draw(5)
+    assert len(cases) == blind.NUM_CASES
+    assert {case["kind"] for case in cases} == {"plain", "slow rewards", "environment", "prm"}
+
+
+def test_errors_are_relative_for_rates_and_absolute_for_fractions():
+    live = dict(zip(blind.FIGURES, (200.0, 4.0, 0.30, 0.10), strict=True))
+    foretold = dict(zip(blind.FIGURES, (190.0, 4.2, 0.33, 0.08), strict=True))
+    assert list(blind.errors_of(foretold, live).values()) == pytest.approx([0.05, 0.05, 0.03, 0.02])
+
+
+def test_nothing_is_run_that_was_not_foretold_by_this_code_and_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuses(said: str) -> None:
+        with pytest.raises(SystemExit, match=said):
+            blind._refuse_unless_foretold()
+
+    monkeypatch.setattr(blind, "ROOT", tmp_path)
+    monkeypatch.setattr(blind, "FORECASTS", path := tmp_path / "forecasts.json")
+    monkeypatch.setattr(blind, "code_hash", lambda: "as it stands")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q", tmp_path], check=True)
+    path.write_text(json.dumps({"code": "as it stands", "forecasts": []}))
+    refuses("there is no forecast")
+    path.write_text(json.dumps({"code": "another", "forecasts": [{}]}))
+    refuses("by the code as it stands")
+    path.write_text(json.dumps({"code": "as it stands", "forecasts": [{}]}))
+    refuses("is not committed")
+    subprocess.run([*git, "add", path], check=True, cwd=tmp_path)
+    subprocess.run([*git, "commit", "-qm", "foretold"], check=True, cwd=tmp_path)
+    blind._refuse_unless_foretold()
+    path.write_text(json.dumps({"code": "as it stands", "forecasts": [{"tokens_per_s": 1.0}]}))
+    refuses("is not committed")
+
+
+def test_a_published_mean_staleness_comes_out_of_the_live_rules():
+    """Applied Compute's first row, which the authors predict as 1.34, give or take 0.27."""
+    row = published.APPLIED_COMPUTE[0]
+    oldest = published._applied_compute(row, steps=40).totals.oldest
+    assert sum(age * num for age, num in oldest.items()) / oldest.total() == pytest.approx(row.predicted, abs=0.27)
