@@ -31,7 +31,9 @@ from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.prompts import Source
-from pipelinerl.config import Config
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.algorithms.rules import makes_advantages_in_trainer
+from pipelinerl.config import Config, Mode
 from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
@@ -78,7 +80,8 @@ class Parts:
         self.started_s = asyncio.get_running_loop().time()
         self.watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
         alarms = Alarms(correct_reward=config.algorithm.correct_reward, max_mismatch_kl=config.trainer.max_mismatch_kl)
-        self.progress = Progress(journal=given.journal, started_s=self.started_s, alarms=alarms)
+        has_advantages = not makes_advantages_in_trainer(method_of(config))
+        self.progress = Progress(journal=given.journal, started_s=self.started_s, alarms=alarms, has_advantages=has_advantages)
         self.function_errors = FunctionErrors(given.journal)
         self.credits = Signal()
         """Set whenever another group might be admitted."""
@@ -216,9 +219,14 @@ class Parts:
         return LayoutFixed(tensors=self.engines.layout(), num_engines=self.config.engine.count, transport=transport)
 
     def sampling(self, *, temperature: float) -> Sampling:
-        """Return how engines sample, for training or for evaluations."""
+        """Return how engines sample, for training or for evaluations.
+
+        Where generation and training take turns, what an engine samples depends on the seed alone, not on when requests reach it: two
+        runs then begin alike. In the other modes it depends on when swaps fall, and a generator for each request would only cost time.
+        """
         rollout, stop_token_ids = self.config.rollout, self.given.stop_token_ids
-        return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=stop_token_ids, stop=rollout.stop)
+        seed = self.config.run.seed if self.config.pipeline.mode is Mode.SYNC else None
+        return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=stop_token_ids, stop=rollout.stop, seed=seed)
 
     def grouping(self) -> Grouping:
         """Return a collection of siblings, to which groups that were complete before do not come again."""

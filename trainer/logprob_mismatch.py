@@ -18,6 +18,7 @@ from pipelinerl.algorithms.loss.kl import estimate_k3
 from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.errors import MismatchError
 from pipelinerl.messages import EngineMismatch, MicroBatch
+from trainer.logprob_quantile import GapQuantile
 
 DRIFT = 20.0
 """All tokens may differ by this many times as much as tokens at equal weights, staleness included. At the default limit that is a mean KL
@@ -52,11 +53,15 @@ class Agreement:
         """The worst token of this rank's rows of the first step."""
         self._sums = torch.zeros((num_engines, 3), dtype=torch.float64, device=device)
         """[E, 3]: sequences, tokens, k3 of each engine; nothing is copied to the host before the step ends."""
+        self._gaps = GapQuantile(device)
+        """Of tokens at equal weights."""
 
     def add(self, columns: TokenColumns, *, batch: MicroBatch) -> None:
         """Take a row, as the trainer's policy at the start of the step sees it."""
+        fresh = _fresh(columns, batch=batch)
+        self._gaps.add((columns.logprobs - columns.behaviour_logprobs).abs(), inside=fresh)
         if batch.step == self._first_step:
-            found = worst_token(columns, batch=batch)
+            found = worst_token(columns, batch=batch, fresh=fresh)
             if found is not None and (self._worst is None or not found.gap <= self._worst.gap):  # NaN is the worst
                 self._worst = found
         if batch.engine_ids is None or not len(self._sums):
@@ -70,6 +75,11 @@ class Agreement:
         inside = of_known[columns.sequence_ids]
         of_tokens = torch.stack((torch.zeros_like(inside), inside, torch.where(inside > 0, values, 0.0)), dim=1)
         self._sums.index_add_(0, engine_ids[columns.sequence_ids], of_tokens)
+
+    def quantile(self, *, summed: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Return `logprob_gap_p999` of the rows so far, `summed` over the replicas; nothing of too few tokens. Then begin it anew."""
+        found = self._gaps.take(summed)
+        return {} if found is None else {"logprob_gap_p999": found}
 
     def check(self, numbers: dict[str, float], *, step: int, summed: Callable[[torch.Tensor], torch.Tensor]) -> tuple[EngineMismatch, ...]:
         """Return the mismatch of each engine with a token, `summed` over the replicas; then begin anew. `numbers` are the step's meters.
@@ -92,14 +102,17 @@ class Agreement:
     def drop(self) -> None:
         """Forget the rows so far."""
         self._sums.zero_()
+        self._gaps.drop()
 
 
-def worst_token(columns: TokenColumns, *, batch: MicroBatch) -> WorstToken | None:
-    """The token of a row with the largest gap, in sequences that the version being trained sampled whole; None where it has none of these.
+def _fresh(columns: TokenColumns, *, batch: MicroBatch) -> torch.Tensor:
+    """[K] bool: tokens of sequences that the version being trained sampled whole. What lived through a swap saw keys and values of older
+    weights."""
+    return (columns.versions == columns.trained_version) & torch.from_numpy(_sampled_whole(batch)).to(columns.versions.device)
 
-    What lived through a swap saw keys and values of older weights.
-    """
-    fresh = (columns.versions == columns.trained_version) & torch.from_numpy(_sampled_whole(batch)).to(columns.versions.device)
+
+def worst_token(columns: TokenColumns, *, batch: MicroBatch, fresh: torch.Tensor) -> WorstToken | None:
+    """The token of a row with the largest gap among `fresh` ones, [K] bool; None where there is none."""
     if not bool(fresh.any()):
         return None
     ours, theirs = columns.logprobs.detach(), columns.behaviour_logprobs

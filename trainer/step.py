@@ -247,6 +247,7 @@ class Step:
         numbers |= {"num_unrouted_tokens": totals.pop("row_unrouted_sum")} if self.replay_routing else {}
         numbers |= finish_critic_meters(finish_meters(totals, denominator=divisor))
         if not self._first_epoch:  # later epochs have moved away from what the engines know, on purpose
+            numbers |= self.agreement.quantile(summed=self._summed)
             self.engines = self.agreement.check(numbers, step=sealed.step, summed=self._summed)
         if sealed.step >= self.critic_warmup_steps:
             update = self.backend.update(sealed.step, denominator=divisor)

@@ -48,9 +48,18 @@ class Progress:
     """Gathers figures step by step, and raises the alarms of learning. `started_s`: the second on the run's clock at which it began."""
 
     def __init__(
-        self, *, journal: Journal, started_s: float, alarms: Alarms | None = None, on_alarm: Callable[[Alarm], None] = lambda _: None
+        self,
+        *,
+        journal: Journal,
+        started_s: float,
+        alarms: Alarms | None = None,
+        on_alarm: Callable[[Alarm], None] = lambda _: None,
+        has_advantages: bool = True,
     ) -> None:
-        """Take `on_alarm`, which is called with each alarm that is raised."""
+        """Take `on_alarm`, which is called with each alarm that is raised.
+
+        Without `has_advantages` the trainer makes them, and which tokens are useful is not known here.
+        """
         self.journal = journal
         self.started_s = started_s
         self.last_step: dict[str, object] = {}
@@ -61,6 +70,7 @@ class Progress:
         """Sampled tokens that were trained, without those of prompts and environments."""
         self.on_alarm = on_alarm
         self._alarms = alarms or Alarms()
+        self._has_advantages = has_advantages
         self._num_recomputed = 0
         """Tokens of KV caches that swaps since the last step had computed anew."""
         self.rewards: list[float] = []
@@ -144,6 +154,7 @@ class Progress:
             "num_samples": len(step.samples),
             "num_tokens": sum(trajectory.num_tokens for trajectory in trajectories),
             "num_trained_tokens": int(lengths.sum()),
+            **({"num_useful_tokens": sum(sample.num_useful_tokens for sample, _ in step.samples)} if self._has_advantages else {}),
             "length_mean": float(lengths.mean()),
             **({"turns_mean": _mean(turns)} if turns else {}),
             "truncated_fraction": _mean([trajectory.finish is Finish.LENGTH for trajectory in trajectories]),

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from orchestrator.rollouts.multi_turn import Episode, end_to_end
 from pipelinerl.messages import Completion, Finish, Generate, Prompt, Result, Sampling, Trajectory
@@ -75,12 +76,19 @@ class Rollout:
         return self if self.episode is None else dataclasses.replace(self, episode=self.episode.observe(result))
 
     def request(self, sampling: Sampling, *, chunk_tokens: int) -> Generate:
-        """Return the request for an engine: for the completion, or for an episode's next turn."""
+        """Return the request for an engine: for the completion, or for an episode's next turn.
+
+        A seed of `sampling` is the run's; from it each request gets one of its own.
+        """
         episode = self.episode
+        turn = 0 if episode is None else episode.num_turns
+        if sampling.seed is not None:
+            name = f"{sampling.seed}/{self.rollout_id}/{self.attempt}/{turn}".encode()
+            sampling = msgspec.structs.replace(sampling, seed=xxhash.xxh3_64_intdigest(name) >> 1)
         return Generate(
             rollout_id=self.rollout_id,
             attempt=self.attempt,
-            turn=0 if episode is None else episode.num_turns,
+            turn=turn,
             token_ids=self.prompt.token_ids if episode is None else episode.context,
             sampling=sampling if episode is None else msgspec.structs.replace(sampling, max_tokens=episode.num_left),
             chunk_tokens=chunk_tokens,

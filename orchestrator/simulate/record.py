@@ -40,6 +40,8 @@ class _Step:
     num_truncated: int = 0
     num_groups: int = 0
     num_flat: int = 0
+    num_useful_tokens: int = 0
+    """Of groups whose rewards differ: advantages are not computed here."""
     num_filtered: int = 0
     num_unfiltered: int = 0
     num_stale: int = 0
@@ -127,7 +129,9 @@ class Record:
             return
         step.num_groups += 1
         rewards = [sample.reward for sample in verdict.samples]
-        step.num_flat += not rewards or max(rewards) - min(rewards) < 1e-9
+        is_flat = not rewards or max(rewards) - min(rewards) < 1e-9
+        step.num_flat += is_flat
+        step.num_useful_tokens += 0 if is_flat else sum(sample.trajectory.num_trained_tokens for sample in verdict.samples)
         assert len(verdict.samples) <= len(sampled_of(verdict.group.members))
         for sample in verdict.samples:
             step.add(sample, step=verdict.step, now_s=self._events.now_s)
@@ -157,6 +161,7 @@ class Record:
             "num_samples": num_samples,
             "num_tokens": step.num_tokens,
             "num_trained_tokens": num,
+            "num_useful_tokens": step.num_useful_tokens,
             "length_mean": num / max(1, num_samples),
             "truncated_fraction": step.num_truncated / max(1, num_samples),
             "zero_variance_fraction": step.num_flat / max(1, step.num_groups),

@@ -146,6 +146,12 @@ def check_servable(folder: Path) -> None:
         raise ConfigError(f"model.path {folder}: a {model_type or 'model'} cannot be served to train it: {refused}. See {PAGE}")
 
 
+def lora_targets(folder: Path) -> tuple[str, ...]:
+    """What the table says that `lora.targets` may name, beside others; () for a family that is not in it."""
+    model_type = _tree(folder).get("model_type")
+    return next((tuple(family.lora.split(", ")) for family in FAMILIES if family.model_type == model_type), ())
+
+
 def table() -> str:
     """The table of families as Markdown, as docs/models.md has it."""
     rows = ["| family | `model_type` | its test covers | `lora.targets` | trains |", "| --- | --- | --- | --- | --- |"]

@@ -17,7 +17,7 @@ import pydantic
 
 from pipelinerl.config import Config, Section
 from pipelinerl.config.renamed import renamed, renamed_value
-from pipelinerl.config.validation import problems_between_sections
+from pipelinerl.config.validation import no_quantised_engine, problems_between_sections
 from pipelinerl.errors import ConfigError
 from pipelinerl.storage import checksum
 from pipelinerl.storage.schema import OLDEST_MIGRATED, SCHEMA, refusal
@@ -227,6 +227,8 @@ def _describe(item: Any, *, others: list[Any]) -> list[str]:
         return []  # its entries are there, and what is wrong with them is said
     if said := renamed_value(key, item["input"]):
         return [said]
+    if key == "engine.quantization" and str(item["input"]).startswith("fp8"):
+        return [no_quantised_engine(key, item["input"])]
     return [f"{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"]
 
 

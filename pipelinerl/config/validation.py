@@ -25,6 +25,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.runtime.machine import has_amx
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
 """Last words of settings that must not be settings."""
@@ -146,6 +147,18 @@ def _adapters_can_be_separate(weights: WeightsSection, lora: LoraSection) -> Ite
             f'weights.swap_mode is "{weights.swap_mode}", which is how whole policies take effect, and weights.adapters is "separate".'
             ' Set one of them to "auto".'
         )
+
+
+def no_quantised_engine(key: str, value: str) -> str:
+    """Say why a quantisation of vLLM's own is refused where whole policies are taken in flight."""
+    kernel = ""
+    if value.startswith("fp8"):
+        here = "" if has_amx() else ", which this machine's processor lacks"
+        kernel = f" On a CPU its kernels for it, as CPUFp8PerTensorScaledMMLinearKernel, also want AMX tiles{here}."
+    return (
+        f'{key} is "{value}": vLLM repacks such weights once it has loaded them, so a policy in flight would not reach them.{kernel} Use'
+        ' engine.quantization = "int8" on a CPU, whose weights are made of each policy, or leave it out.'
+    )
 
 
 def _int8_is_for_whole_policies_of_one_rank(engine: EngineSection, weights: WeightsSection) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
-from pipelinerl.config.families import check_servable, check_trainable
+from pipelinerl.config.families import check_servable, check_trainable, lora_targets
 from pipelinerl.config.layout import check_layout
 from pipelinerl.data.hub import model_folder
 from pipelinerl.engine.budget import plan_on
@@ -38,11 +39,14 @@ from pipelinerl.planning import memory
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok, warn
 from pipelinerl.runtime.machine import has_gpu, memory_bytes, say_bytes
+from pipelinerl.runtime.plugin import nearest
 from pipelinerl.runtime.process import how_it_ended
 
 ROWS_DEADLINE_S = 3600.0
 """Longest look at the user's functions and rows; a source on a slow disk may have millions."""
 _PRM_KEYS = {"model": "prm.path", "dtype": "prm.dtype", "max_model_len": "prm.max_tokens"}
+_NO_TARGET = re.compile(r"embed|\.experts\.[0-9]").search
+"""Finds the matrices that get no adapter: the trainer has no linear layer of their name."""
 _REWARD_KEYS = {"model": "model", "dtype": "dtype", "max_model_len": "max_tokens"}
 
 
@@ -114,6 +118,19 @@ def _model(config: Config) -> Iterator[Finding]:
         yield fail("rollout.max_tokens", found, do="lower rollout.max_tokens")
     if warning := check_trainable(folder):
         yield warn("", warning)
+    if config.lora.rank:
+        yield from _targets(config.lora.targets, folder)
+
+
+def _targets(targets: Iterable[str], folder: Path) -> Iterator[Finding]:
+    """Names of `lora.targets` that no matrix of the model has, which the trainer would say once it has loaded it."""
+    shapes = memory.read_weights(folder).shapes
+    named = {name.removesuffix(".weight").rpartition(".")[2] for name, shape in shapes.items() if len(shape) == 2 and not _NO_TARGET(name)}
+    known = sorted(named | set(lora_targets(folder)))
+    missing = [target for target in dict.fromkeys(targets) if target not in known]
+    if named and missing:
+        found = ", ".join(f"{target!r}{nearest(target, known)}" for target in missing)
+        yield fail("lora.targets", f"no matrix of {folder} is named {found}", do=f"take of {', '.join(known)}")
 
 
 def _folders(config: Config) -> Iterator[Finding]:

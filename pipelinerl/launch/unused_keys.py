@@ -11,15 +11,19 @@ from typing import Any
 
 from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method
 from pipelinerl.config import Config, Section
+from pipelinerl.config.validation import no_quantised_engine
 
 
 def refused(config: Config, *, method: Method) -> Iterator[str]:
-    """Models that are named and that this method would not load."""
+    """Models that are named and that this method would not load, and engines that could take no policy."""
     for key, folder in config.reference.folders.items() if not method.needs & REFERENCE_OFFERS else ():
         yield (
             f"{key} is {folder}, and algorithm {method.name} reads no reference or teacher: nothing would change."
             ' Leave it out, or give the method a KL: algorithm.overrides = { kl = "k3" }'
         )
+    quantisation = config.engine.options.get("quantization")
+    if quantisation and (not config.lora.rank or config.weights.adapters == "merged"):
+        yield no_quantised_engine("engine.options.quantization", str(quantisation))
     if config.critic.path is not None and not method.needs & CRITICS:
         yield f"critic.path is {config.critic.path}, and algorithm {method.name} trains no critic. Leave it out, or choose ppo or vapo."
 

@@ -157,3 +157,8 @@ class Sample(Message, frozen=True):
     @property
     def num_tokens(self) -> int:
         return self.trajectory.num_tokens
+
+    @property
+    def num_useful_tokens(self) -> int:
+        """Trained tokens whose advantage is not zero."""
+        return int(np.count_nonzero(self.advantages))

@@ -139,12 +139,13 @@ def held_out_words(row: EvaluationRow) -> str:
 def plain_line(state: RunState) -> str:
     """The state on one line, for a log."""
     step = state.steps[-1]
+    useful = "" if state.useful_tokens_per_s is None else f", useful {units.dashed(state.useful_tokens_per_s)} tok/s"
     parts = [
         f"step {state.num_steps_done}/{state.num_steps or '?'}",
         f"reward {units.dashed(step.reward_mean)}",
         f"staleness {units.dashed(step.staleness_mean)}/{units.dashed(step.staleness_max, units.whole)}",
         f"generated {units.dashed(state.generated_tokens_per_s)} tok/s",
-        f"trained {units.dashed(state.trained_tokens_per_s)} tok/s",
+        f"trained {units.dashed(state.trained_tokens_per_s)} tok/s{useful}",
         f"trainer waited {units.whole_percent(state.trainer_wait_fraction)}",
         f"engines idle {units.whole_percent(state.engine_idle_fraction)}",
         f"slots empty {units.whole_percent(state.engine_empty_fraction)}",

@@ -137,7 +137,10 @@ def _reward(state: RunState) -> RenderableType:
 
 
 def _tokens(state: RunState) -> RenderableType:
-    return Text(f"generated {units.dashed(state.generated_tokens_per_s)}/s   trained {units.dashed(state.trained_tokens_per_s)}/s")
+    text = Text(f"generated {units.dashed(state.generated_tokens_per_s)}/s   trained {units.dashed(state.trained_tokens_per_s)}/s")
+    if (useful := state.useful_tokens_per_s) is not None:
+        text.append(f", useful {units.dashed(useful)}/s")
+    return text
 
 
 def _staleness(state: RunState) -> RenderableType:

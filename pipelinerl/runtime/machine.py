@@ -9,6 +9,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine_id() -> str:
@@ -28,6 +29,13 @@ def memory_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # no such controller, or `max`
             found.append(int(path.read_text()))
     return min(found)
+
+
+def has_amx() -> bool:
+    """Return whether the processor multiplies tiles of numbers at once (AMX), which vLLM's FP8 kernels for CPUs are written for."""
+    with contextlib.suppress(OSError):
+        return " amx_tile" in _CPU_INFO.read_text()
+    return False
 
 
 def has_gpu() -> bool:

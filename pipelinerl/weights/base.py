@@ -43,8 +43,13 @@ def views(buffer: torch.Tensor, tensors: Iterable[Tensor]) -> dict[str, torch.Te
     for tensor in tensors:
         if problem := _problem_of(tensor):
             raise WeightsError(problem)
-        found[tensor.name] = buffer[place_of(tensor, within=len(buffer))].view(_dtype_of(tensor)).view(tensor.shape)
+        found[tensor.name] = view_of(buffer, tensor)
     return found
+
+
+def view_of(buffer: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """Give one tensor as a view into `buffer`, as `views` does."""
+    return buffer[place_of(tensor, within=len(buffer))].view(_dtype_of(tensor)).view(tensor.shape)
 
 
 def place_of(tensor: Tensor, *, within: int) -> slice:

@@ -117,6 +117,15 @@ def test_a_missing_key_says_what_it_is_for():
     assert found == "reward.0 names neither function nor model, expected one of them: what scores a completion."
 
 
+def test_fp8_is_refused_by_the_kernel_that_would_compute_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipelinerl.config.validation.has_amx", lambda: False)
+    (found,) = problems_of(tree(engine={"quantization": "fp8"}))
+    assert found.startswith('engine.quantization is "fp8": vLLM repacks such weights once it has loaded them')
+    assert "CPUFp8PerTensorScaledMMLinearKernel, also want AMX tiles, which this machine's processor lacks" in found
+    monkeypatch.setattr("pipelinerl.config.validation.has_amx", lambda: True)
+    assert "lacks" not in problems_of(tree(engine={"quantization": "fp8"}))[0]
+
+
 @pytest.mark.parametrize(
     ("section", "settings", "words"),
     [

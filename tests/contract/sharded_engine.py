@@ -20,27 +20,36 @@ from pipelinerl.weights.reshard import Box
 from pipelinerl.weights.transport import Receiver
 from tests.contract.weight_transports import LAYOUT, SHAPES, Engine, same_bits, tensors
 
-BOXES: tuple[dict[str, Box], ...] = (
-    {"embed": ((0, 20), (0, 16)), "norm": ((0, 16),), "head": ((0, 16), (0, 25))},
-    {"embed": ((20, 50), (0, 16)), "norm": ((0, 16),), "scale": (), "head": ((0, 16), (25, 50))},
+BOXES: tuple[dict[str, list[Box]], ...] = (
+    {"embed": [((0, 12), (0, 16)), ((30, 38), (0, 16))], "norm": [((0, 16),)], "head": [((0, 16), (0, 25))]},
+    {"embed": [((12, 30), (0, 16)), ((38, 50), (0, 16))], "norm": [((0, 16),)], "scale": [()], "head": [((0, 16), (25, 50))]},
 )
-"""By rank: cut by rows, unevenly; held by both; held by one alone, as along a pipeline; cut by columns."""
+"""By rank: two things fused, each cut by its own rows, unevenly; held by both; held by one alone, as along a pipeline; cut by columns."""
 
 
 class Shard(torch.nn.Module):
     """What one rank holds."""
 
-    def __init__(self, boxes: dict[str, Box]) -> None:
+    def __init__(self, boxes: dict[str, list[Box]]) -> None:
         super().__init__()
         self.boxes = boxes
-        for name, box in boxes.items():
-            parameter = torch.nn.Parameter(tensors(0)[name][slices(box)].clone(), requires_grad=False)
+        for name, parts in boxes.items():
+            held = [tensors(0)[name][slices(box)] for box in parts]
+            parameter = torch.nn.Parameter(torch.cat(held) if len(held) > 1 else held[0].clone(), requires_grad=False)
             self.register_parameter(name, parameter)
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            if name in self.boxes:
-                self.get_parameter(name).copy_(tensor[slices(self.boxes[name])])
+            for part, box in self.parts_of(name):
+                part.copy_(tensor[slices(box)])
+
+    def parts_of(self, name: str) -> Iterator[tuple[torch.Tensor, Box]]:
+        """The parts of a parameter, which lie one after the other, with the box that each is."""
+        first = 0
+        for box in (boxes := self.boxes.get(name, [])):
+            whole = self.get_parameter(name).data
+            yield (whole[first : first + box[0][1] - box[0][0]] if len(boxes) > 1 else whole), box
+            first += box[0][1] - box[0][0] if box else 0
 
 
 class Worker(PolicyRank):
@@ -88,12 +97,11 @@ class ShardedEngine(Engine):
     def parameters(self) -> dict[str, torch.nn.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Put together from both; what both hold must be the same."""
         made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-        for worker in self.executor.workers:
-            for name, box in worker.model.boxes.items():
-                made[name][slices(box)] = worker.model.get_parameter(name).data
-        for worker in self.executor.workers:
-            for name, box in worker.model.boxes.items():
-                assert same_bits(made[name][slices(box)].contiguous(), worker.model.get_parameter(name).data), name
+        held = [(name, *part) for worker in self.executor.workers for name in worker.model.boxes for part in worker.model.parts_of(name)]
+        for name, part, box in held:
+            made[name][slices(box)] = part
+        for name, part, box in held:
+            assert same_bits(made[name][slices(box)].contiguous(), part), name
         return {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in made.items()}
 
 

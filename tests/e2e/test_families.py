@@ -173,6 +173,35 @@ def test_a_family_agrees_swaps_and_is_exported(tmp_path: Path, plain: Plain, mod
     assert max(gaps) <= MAX_GAP
 
 
+@pytest.mark.parametrize("model_type", ["phi3", "glm4"])
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # vLLM sends what it has pickled
+@pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning")  # vLLM calls it
+def test_fused_tensors_are_cut_by_each_of_their_things_over_two_ranks(tmp_path: Path, model_type: str) -> None:
+    """A rank holds its own rows of q, of k and of v, or of gate and of up, which lie apart in the tensor that the trainer publishes."""
+    import torch
+
+    from tests import real_engine
+    from trainer.model.model import Model
+    from trainer.weights.publisher import Publisher
+
+    folder = families.make_folder(tmp_path / "model", model_type=model_type)
+    model = Model(folder, dtype="float32", temperature=1.0, device=torch.device("cpu"))
+    publisher = Publisher(model.tensors, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=10.0, address="127.0.0.1")
+    engine_of = real_engine.vllm_engine(folder, max_running=8, options={"tensor_parallel_size": 2})
+    with contextlib.closing(publisher), engine_of as engine, StagingThread(engine) as thread:
+        stager = Stager(thread)
+        loop = EngineLoop(engine, engine_id=0, stager=stager)
+        publisher.fix_layout(engine.limits.tensors)
+        first = sampled(loop, name="first")
+        assert gap(model, first) <= MAX_GAP
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.03
+        assert gap(model, first) > 0.1, "a policy that says the same would swap unseen"
+        swap(loop, publisher, stager, version=1)
+        assert gap(model, sampled(loop, name="second")) <= MAX_GAP
+
+
 def test_an_adapter_of_fused_matrices_is_served_as_the_trainer_has_it(tmp_path: Path) -> None:
     """One adapter spans q, k and v of Phi-3, and one gate and up: by vLLM beside the model, and by the trainer in its own layers."""
     import torch

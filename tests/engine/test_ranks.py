@@ -55,8 +55,9 @@ def test_a_rank_that_has_another_staging_ready_ends_the_engine(transport: Transp
 
 
 def test_ranks_that_do_not_hold_the_whole_model_between_them_are_refused_at_start(transport: Transport, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sharded_engine.BOXES[1], "embed", ((25, 50), (0, 16)))
-    with pytest.raises(ConfigError, match=r"do not hold .* whole between them: .* embed \[50, 16\]: got \[0:20, 0:16\], \[25:50, 0:16\]"):
+    monkeypatch.setitem(sharded_engine.BOXES[1], "embed", [((12, 30), (0, 16)), ((40, 50), (0, 16))])
+    said = r"do not hold .* whole between them: .* embed \[50, 16\]: got \[0:12, 0:16\], \[30:38, 0:16\], \[12:30, 0:16\], \[40:50, 0:16\]"
+    with pytest.raises(ConfigError, match=said):
         ShardedEngine(transport.receive())
 
 

@@ -79,7 +79,7 @@ def test_a_policy_reaches_every_parameter_and_a_twin_of_one_too(folder: Path, mo
 
 
 def test_a_parameter_that_is_filled_in_parts_of_a_tensor_or_not_at_all_is_found_at_start(folder: Path):
-    with pytest.raises(ConfigError, match=r"vLLM splits or reorders q when it fills fused\.weight"):
+    with pytest.raises(ConfigError, match=r"vLLM splits or reorders q when it loads"):
         plan_of(Model(splits=True), folder=folder)
     model = Model()
     model.extra = torch.nn.Linear(2, 2)

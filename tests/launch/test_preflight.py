@@ -263,6 +263,10 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
         "pipeline.max_staleness",
     ]
     assert not list(unused_keys(settings(), method=method_of(settings())))
+    quantised = settings(engine={"options": {"quantization": "awq"}})
+    assert next(refused(quantised, method=method_of(quantised))).startswith('engine.options.quantization is "awq": vLLM repacks')
+    beside = settings(engine={"options": {"quantization": "awq"}}, lora={"rank": 8})
+    assert not list(refused(beside, method=method_of(beside))), "served with adapters beside them, they stay as they are"
     reads = settings(reference={"path": "model"}, algorithm={"overrides": {"kl": "k3"}})
     assert not list(refused(reads, method=method_of(reads)))
 
@@ -322,6 +326,14 @@ def test_adapters_that_travel_as_a_whole_model_are_told(settings: Callable[..., 
     assert told.startswith("lora.rank: 4, and each step publishes all ")
     assert 'weights.adapters = "separate" sends adapters alone' in told
     assert notes(check(settings(lora={"rank": 4}, weights={"adapters": "separate"}))) == []
+
+
+def test_an_adapter_of_a_matrix_that_the_model_has_not_is_refused_with_the_nearest_name(settings: Callable[..., Config], model: Path):
+    (problem,) = failures(check(settings(lora={"rank": 4, "targets": ["q_proj", "q_porj", "w1", "embed_tokens"]})))
+    assert problem.startswith(f"lora.targets: no matrix of {model} is named 'q_porj' (did you mean 'q_proj'?), 'w1', 'embed_tokens'")
+    assert "take of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in problem
+    assert failures(check(settings(lora={"rank": 4, "targets": ["up_proj", "v_proj"]}))) == []
+    assert failures(check(settings(lora={"rank": 0, "targets": ["w1"]}))) == [], "no adapter is made"
 
 
 def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_figures(settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):

@@ -102,6 +102,14 @@ def test_time_left_follows_the_pace_of_the_last_steps() -> None:
 def test_trained_rate_is_that_of_whole_steps() -> None:
     state = _folded(_run(), *(_step(step, t=4.0 * step) for step in range(12)))
     assert state.trained_tokens_per_s == pytest.approx(1000)
+    assert state.useful_tokens_per_s is None, "an older run did not tell them"
+
+
+def test_useful_tokens_stand_beside_those_trained() -> None:
+    lines = [_run(), *(_step(step, t=4.0 * step, num_useful_tokens=600) for step in range(12))]
+    assert _folded(*lines).useful_tokens_per_s == pytest.approx(150)
+    assert "trained 1,000/s, useful 150/s" in _drawn(lines)
+    assert "trained 1,000 tok/s, useful 150 tok/s" in plain_line(_folded(*lines)).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_view_shows_every_part() -> None:

@@ -16,6 +16,7 @@ import pytest
 from pipelinerl.config import PrmSection
 from pipelinerl.messages import Cancel, FromScorer, Outcome, PrmLoad, PrmReady, StepsScored, Stop, ToScorer, TraceTokens
 from pipelinerl.observe.journal import Journal
+from pipelinerl.observe.lines import read_journals
 from pipelinerl.rewards.prm.scorer import PrmScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
 from pipelinerl.transport.base import Link
@@ -112,6 +113,18 @@ def test_chunks_give_the_scores_of_the_whole_and_every_token_is_answered_for(tmp
         assert load.num_computed < load.num_uncached_tokens
 
     with_server(tmp_path, ByHand(), program)
+
+
+def test_the_last_gauges_are_written_when_it_is_told_to_stop(tmp_path: Path) -> None:
+    """A run may be over within the second that lies between two of them."""
+
+    async def program(asked: Asked) -> None:
+        asked.send("r", 0, POLICY, is_last=True)
+        await asked.next(StepsScored)
+
+    with_server(tmp_path, ByHand(), program)
+    loads = [line for line in read_journals(tmp_path) if line["kind"] == "load"]
+    assert (loads[-1]["num_steps"], loads[-1]["num_trace_tokens"]) == (len(ENDS), len(POLICY))
 
 
 def test_traces_that_came_meanwhile_go_through_the_model_as_one_batch(tmp_path: Path) -> None:

@@ -283,6 +283,21 @@ def test_one_wrong_token_in_fifty_ends_the_first_step(folders: dict[str, Path], 
         assert step.finish(make_seal([sample]))["logprob_gap_p99"] < 1e-3
 
 
+def test_the_0999_quantile_of_the_gap_is_that_of_all_rows_of_a_step(folders: dict[str, Path]) -> None:
+    """Two rows of 600 tokens, of which one or two of each are off: 2 of 1,200 are within a thousandth too many."""
+    rows = [make_sample(np.random.default_rng(seed), prompt=3, completion=600) for seed in (1, 2)]
+    for row in rows:
+        with torch.no_grad():
+            row["logprobs"][row["loss_mask"]] = packed_logprobs(make_model(folders["qwen3"]), [row]).numpy()
+        row["logprobs"][100] -= 2e-2
+    step, _ = make_step(make_model(folders["qwen3"]))
+    for row in rows:
+        step.add(make_batch([row]))
+    assert step.finish(make_seal(rows))["logprob_gap_p999"] == pytest.approx(2e-2, rel=1 / 32)
+    step.add(make_batch(rows[:1]))
+    assert "logprob_gap_p999" not in step.finish(make_seal(rows[:1])), "600 tokens are too few"
+
+
 def test_a_gap_of_a_token_sampled_by_an_older_version_is_no_mismatch(folders: dict[str, Path]) -> None:
     samples = _agreeing(folders["qwen3"], error=1.0)
     step, _ = make_step(make_model(folders["qwen3"]), max_logprob_gap=1e-4)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from pipelinerl.engine.staging import beside_decoding, yield_to_decoding
-from pipelinerl.engine.vllm.weights import obstacles_of, plan_of_rank
+from pipelinerl.engine.vllm.weights import Part, obstacles_of, plan_of_rank
 from pipelinerl.errors import PipelineError, WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.adapters import AdapterShape
-from pipelinerl.weights.base import num_bytes, views
+from pipelinerl.weights.base import num_bytes, view_of, views
 from pipelinerl.weights.delta_base import MAX_CHANGED_FRACTION
 from pipelinerl.weights.manifest import DigestKind, digests
-from pipelinerl.weights.reshard import Box, Move, of_rank
+from pipelinerl.weights.reshard import Box, Move
 from pipelinerl.weights.shared_memory import attach, attach_to_write
 from pipelinerl.weights.shared_names import forget_vllm_names
 from pipelinerl.weights.swap import SparseSwap, Staging, WeightSwap, choose_swap_mode, make_swap
@@ -44,8 +44,10 @@ class PolicyRank:
     rank: int
     """vLLM's own."""
 
-    def policy_plan(self, folder: str, wanted: str, sends_deltas: bool, staging: str = "device") -> tuple[dict[str, tuple[Box, str]], str]:
-        """Get ready to take policies. The box of each checkpoint tensor that this rank holds, with its dtype; and how it commits, and why.
+    def policy_plan(
+        self, folder: str, wanted: str, sends_deltas: bool, staging: str = "device"
+    ) -> tuple[dict[str, tuple[list[Box], str]], str]:
+        """Get ready to take policies. The boxes of each checkpoint tensor that this rank holds, with its dtype; how it commits, and why.
 
         Raises `ConfigError` where this model cannot take any.
         """
@@ -55,7 +57,7 @@ class PolicyRank:
         placed, self._policy_parts = plan_of_rank(model, folder=Path(folder))
         mode, choice = choose_swap_mode(wanted, obstacles_of(model, captures_graphs=captures_graphs), sends_deltas=sends_deltas)
         self._policy_commit: WeightSwap = make_swap(mode, placed, gathers=not captures_graphs, staging=Staging(staging))
-        return {name: (part.box, part.tensor.dtype) for name, part in self._policy_parts.items()}, choice
+        return {name: ([part.box for part in parts], parts[0].tensor.dtype) for name, parts in self._policy_parts.items()}, choice
 
     def policy_adapters(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> None:
         """Get ready to take adapters in place of whole policies."""
@@ -74,13 +76,13 @@ class PolicyRank:
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
-    def policy_layout(self, layout: tuple[Tensor, ...], gives: Sequence[Move], num_ranks: int) -> None:
-        """Learn the layout of policies, and which part of one each rank gives back (`save`)."""
+    def policy_layout(self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]], num_ranks: int) -> None:
+        """Learn the layout of policies, and which of its parts of one each rank gives back (`save`): part number and move."""
         self._policy_own = torch.zeros(0, dtype=torch.uint8)
         self._policy_staged: int | None = None
         self._policy_outcome: Outcome | None = None
         self._policy_whole = layout
-        self._policy_gives = list(of_rank(gives, source=self.rank))
+        self._policy_gives = [(number, move) for number, move in gives if move.source == self.rank]
         self._policy_num_ranks = num_ranks
         if identity := os.environ.get("VLLM_DIST_IDENT"):  # on CPUs
             forget_vllm_names(identity)  # every rank has loaded, and so mapped what they share
@@ -138,26 +140,26 @@ class PolicyRank:
         """Stage this rank's boxes of a policy."""
         self._policy_staged = None
         wanted = views(self._policy_at(source), self._policy_whole)
-        boxes = {name: wanted[name][_slices(part.box)] for name, part in self._policy_parts.items()}
+        boxes = [(part, wanted[name][_slices(part.box)]) for name, parts in self._policy_parts.items() for part in parts]
         commit = self._policy_commit
         if isinstance(commit, SparseSwap) and (changes := self._policy_differences(boxes, commit)) is not None:
             commit.stage_delta(changes)
         else:
             buffer = commit.spare()
-            for name, target in self._policy_views(buffer).items():
-                target.copy_(boxes[name])
+            for part, box in boxes:
+                view_of(buffer, part.tensor).copy_(box)
                 throttle()
             commit.stage(buffer)
         self._policy_staged = number
 
     def _policy_differences(
-        self, boxes: dict[str, torch.Tensor], commit: SparseSwap
+        self, boxes: list[tuple[Part, torch.Tensor]], commit: SparseSwap
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
         """Differences in the form of `SparseSwap.stage_delta`; None where so much differs that the whole is less."""
         found, num_changed, num_all = [], 0, 0
-        for name, part in self._policy_parts.items():
+        for part, box in boxes:
             bits = commit.bits_of(part.tensor)
-            new = boxes[name].contiguous().view(-1).view(bits.dtype)
+            new = box.contiguous().view(-1).view(bits.dtype)
             places = torch.nonzero(bits.cpu() != new).view(-1)
             num_changed, num_all = num_changed + len(places), num_all + len(new)
             if len(places):
@@ -169,9 +171,10 @@ class PolicyRank:
         """Write this rank's part of the policy in force into the engine's own buffer."""
         held = self._policy_commit.spare()
         self._policy_commit.save(held)
-        sources, targets = self._policy_views(held), views(self._policy_own, self._policy_whole)
-        for move in self._policy_gives:
-            targets[move.name][move.target_slices].copy_(sources[move.name][move.source_slices])
+        targets = views(self._policy_own, self._policy_whole)
+        for number, move in self._policy_gives:
+            source = view_of(held, self._policy_parts[move.name][number].tensor)
+            targets[move.name][move.target_slices].copy_(source[move.source_slices])
             throttle()
 
     def _policy_stage_adapter(self, source: str, number: int, place: int) -> None:
@@ -184,10 +187,6 @@ class PolicyRank:
         """Write the adapter in force into the engine's own buffer; every rank has it whole."""
         if self.rank == 0:
             self._policy_rows.save(self._policy_own)
-
-    def _policy_views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's part of each tensor, as views of a buffer of its own."""
-        return views(buffer, [part.tensor for part in self._policy_parts.values()])
 
     def _policy_at(self, source: str) -> torch.Tensor:
         policy = self._policy_own if source == OWN else attach(source)

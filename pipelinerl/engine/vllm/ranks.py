@@ -8,12 +8,13 @@ that every rank makes between the same two forward passes. A rank that failed sa
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pipelinerl.messages import Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
-from pipelinerl.weights.reshard import Move, index_map, whole
+from pipelinerl.weights.reshard import Box, Move, Shapes, index_map, whole
 from pipelinerl.weights.shared_memory import SharedMemorySender
 from pipelinerl.weights.swap import Staging
 
@@ -63,7 +64,7 @@ class Ranks:
             raise RankKilled(killed[0]) from error
         raise RuntimeError(f"a rank of this engine has ended: {error}") from error
 
-    def set_layout(self, layout: tuple[Tensor, ...], gives: Sequence[Move] = (), *, num_ranks: int) -> None:
+    def set_layout(self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]] = (), *, num_ranks: int) -> None:
         """Agree on the layout of policies, and on what each rank gives back of one."""
         self._layout = layout
         self.call("policy_layout", layout, gives, num_ranks)
@@ -141,14 +142,13 @@ class ShardedPolicies:
         self._ranks = ranks
         plans = ranks.call("policy_plan", str(folder), wanted, sends_deltas, staging.value)
         self.choice = f"{plans[0][1]}, in each of {len(plans)} ranks between the same two passes"
-        boxes = [{name: box for name, (box, _) in plan.items()} for plan, _ in plans]
         dtypes = {name: dtype for plan, _ in plans for name, (_, dtype) in plan.items()}
         shapes = {name: shape for name, shape in shapes.items() if name in dtypes}
         self.layout: tuple[Tensor, ...] = plan_layout(
             {name: torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="meta") for name, shape in shapes.items()}
         )
         try:
-            gives = index_map(shapes, sources=boxes, targets=[{name: whole(shape) for name, shape in shapes.items()}])
+            gives = _gives([{name: boxes for name, (boxes, _) in plan.items()} for plan, _ in plans], shapes)
         except WeightsError as error:
             raise ConfigError(f"the ranks of this engine do not hold {folder} whole between them: {error}") from error
         ranks.set_layout(self.layout, gives, num_ranks=len(plans))
@@ -203,6 +203,18 @@ class Turns:
 
     def __exit__(self, *error: object) -> None:
         self._room.release()
+
+
+def _gives(held: Sequence[Mapping[str, Sequence[Box]]], shapes: Shapes) -> list[tuple[int, Move]]:
+    """Which part of which rank goes where in a whole policy, as part number and move; `held` are the boxes of each rank's parts.
+
+    A rank may hold several parts of a tensor, and the map knows one of each source: so the first parts of a rank are one source, its
+    second parts another. Raises `WeightsError` where the ranks do not hold the whole.
+    """
+    num = max((len(boxes) for rank in held for boxes in rank.values()), default=1)
+    sources = [{name: boxes[part] for name, boxes in rank.items() if part < len(boxes)} for rank in held for part in range(num)]
+    moves = index_map(shapes, sources=sources, targets=[{name: whole(shape) for name, shape in shapes.items()}])
+    return [(move.source % num, dataclasses.replace(move, source=move.source // num)) for move in moves]
 
 
 def _split(digests: str) -> list[str]:

@@ -124,14 +124,18 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
     """
     placed, parts = plan_of_rank(model, folder=folder)
     shapes = checkpoint_shapes(folder)
-    for name, part in parts.items():
-        if part.box != whole(shapes[name]):
-            raise ConfigError(f"vLLM takes a part of {name} alone, {part.box}; such a model cannot yet be swapped by pointer")
-    return placed, tuple(part.tensor for part in parts.values())
+    for name, pieces in parts.items():
+        if len(pieces) > 1:
+            raise ConfigError(f"vLLM splits or reorders {name} when it loads {folder}; such a model cannot yet be swapped by pointer")
+        if pieces[0].box != whole(shapes[name]):
+            raise ConfigError(f"vLLM takes a part of {name} alone, {pieces[0].box}; such a model cannot yet be swapped by pointer")
+    return placed, tuple(pieces[0].tensor for pieces in parts.values())
 
 
-def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], dict[str, Part]]:
-    """Plan the place of each parameter of this rank, and of its part of each checkpoint tensor, in a buffer of its own.
+def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], dict[str, list[Part]]]:
+    """Plan the place of each parameter of this rank, and of its parts of each checkpoint tensor, in a buffer of its own.
+
+    A rank has several parts of a tensor that the checkpoint has fused itself (q, k and v; gate and up): its own rows of each thing in it.
 
     Raises `ConfigError` for a model whose parameters are not boxes of its checkpoint's tensors laid side by side.
     """
@@ -144,17 +148,16 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed],
     with torch.no_grad(), recorder:
         model.load_weights(iter(checkpoint.items()))  # pyright: ignore[reportCallIssue]
     offsets, placed = _place(parameters)
-    parts: dict[str, Part] = {}
+    parts: dict[str, list[Part]] = {}
     filled = dict.fromkeys(parameters, 0)
     for name, target, origin, source in recorder.copies:
         box = _box_of(source, checkpoint[origin])
         offset = offsets[name] + int(target.storage_offset() - parameters[name].storage_offset()) * target.element_size()
-        part = None if box is None or not target.is_contiguous() else _part(origin, box, dtype=target.dtype, offset_bytes=offset)
-        if part is not None and origin in parts:
-            part = _joined(parts[origin], part)
-        if part is None:
-            raise ConfigError(f"vLLM splits or reorders {origin} when it fills {name}; such a model cannot yet be swapped by pointer")
-        parts[origin] = part
+        if box is None or not target.is_contiguous():
+            raise ConfigError(f"vLLM transposes or reorders {origin} when it fills {name}; such a model cannot yet be swapped")
+        part, before = _part(origin, box, dtype=target.dtype, offset_bytes=offset), parts.setdefault(origin, [])
+        joined = _joined(before[-1], part) if before else None
+        before[-1:] = [joined] if joined is not None else [*before[-1:], part]
         filled[name] += target.numel()
     unfilled = [name for name, count in filled.items() if count != parameters[name].numel()]
     if unfilled:

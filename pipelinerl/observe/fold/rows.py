@@ -137,6 +137,8 @@ class StepRow:
     num_samples: float | None = None
     num_tokens: float | None = None
     num_trained_tokens: float | None = None
+    num_useful_tokens: float | None = None
+    """Trained tokens whose advantage is not zero; absent where the trainer makes the advantages."""
     length_mean: float | None = None
     turns_mean: float | None = None
     truncated_fraction: float | None = None

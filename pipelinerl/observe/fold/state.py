@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipelinerl.observe.fold import rows
-from pipelinerl.observe.fold.counters import empty_fraction, growth, growth_of_all
+from pipelinerl.observe.fold.counters import empty_fraction, growth, growth_of_all, total
 from pipelinerl.observe.fold.rows import (
     BATCH_WAIT,
     Alarm,
@@ -111,8 +111,9 @@ class RunState:
 
     @property
     def rewards(self) -> list[str]:
-        """Reward functions, as configured."""
-        return [str(entry.get("function")) for entry in self.setting("reward") or () if isinstance(entry, dict)]
+        """Reward functions and models, as configured."""
+        entries = [entry for entry in self.setting("reward") or () if isinstance(entry, dict)]
+        return [str(entry.get("function") or entry.get("model")) for entry in entries]
 
     def setting(self, *path: str) -> Any:
         """A configured value by section and key; None where it is not recorded."""
@@ -157,12 +158,21 @@ class RunState:
     def trained_tokens_per_s(self) -> float | None:
         """Sampled tokens that were trained, over the last steps that began within about the last seconds: steps are too coarse for a
         window of seconds."""
+        return self._per_second_of_steps(lambda step: step.num_trained_tokens)
+
+    @property
+    def useful_tokens_per_s(self) -> float | None:
+        """Those of them whose advantage is not zero; None where that is not recorded."""
+        return self._per_second_of_steps(lambda step: step.num_useful_tokens)
+
+    def _per_second_of_steps(self, count: Callable[[StepRow], float | None]) -> float | None:
         recent = list(self.steps)
         since = next((at for at, step in enumerate(recent) if step.t >= recent[-1].t - WINDOW_S), 0) if recent else 0
         recent = recent[max(0, since - 1) :]
-        if len(recent) < 2 or recent[-1].t <= recent[0].t:
+        tokens = total(count(step) for step in recent[1:])
+        if tokens is None or recent[-1].t <= recent[0].t:
             return None
-        return sum(step.num_trained_tokens or 0 for step in recent[1:]) / (recent[-1].t - recent[0].t)
+        return tokens / (recent[-1].t - recent[0].t)
 
     @property
     def trainer_wait_fraction(self) -> float | None:

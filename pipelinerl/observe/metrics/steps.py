@@ -74,6 +74,13 @@ STEP_METRICS = (
     Metric("batch/tokens", "num_tokens", "tokens", "prompt and completion tokens of the step", "Context for throughput."),
     Metric("batch/trained_tokens", "num_trained_tokens", "tokens", "tokens that enter the loss", "Context for throughput."),
     Metric(
+        "batch/useful_tokens",
+        "num_useful_tokens",
+        "tokens",
+        "trained tokens whose advantage is not zero",
+        "Far below `batch/trained_tokens`: most groups have equal rewards, see `batch/zero_variance_fraction`.",
+    ),
+    Metric(
         "batch/zero_variance_fraction",
         "zero_variance_fraction",
         "part of one",
@@ -254,6 +261,13 @@ TRAINER_METRICS = (
         "KL between engine and trainer, over older KV caches",
     ),
     Metric("mismatch_kl/logprob_gap/p99", "logprob_gap_p99", "nats", "0.99 quantile of the same gap, of the worst row", "As its mean."),
+    Metric(
+        "mismatch_kl/logprob_gap/p999",
+        "logprob_gap_p999",
+        "nats",
+        "0.999 quantile of the same gap, of all tokens of the step over all ranks, rounded up by at most 1/32; of 1,000 tokens at least",
+        "As its mean.",
+    ),
     Metric("mismatch_kl/logprob_gap/max", "logprob_gap_max", "nats", "largest such gap", "A single spike is a kernel's; see its engine."),
     Metric(
         "time/wait_for_batch",
@@ -292,6 +306,13 @@ COUNTED = (
     Metric("progress/samples", "", "samples", "samples trained since the run began", "Progress."),
     Metric("progress/tokens", "", "tokens", "trained tokens since the run began", "Progress."),
     Metric("perf/throughput", "", "tokens/s", "trained tokens of the last steps / their seconds", "The run's speed."),
+    Metric(
+        "perf/throughput_useful",
+        "",
+        "tokens/s",
+        "useful tokens of the last steps / their seconds",
+        "The speed of what can move the policy. Far below `perf/throughput`: as `batch/useful_tokens`.",
+    ),
     Metric("alarm/<name>", "", "0 or 1", "1 while the alarm holds, 0 once it is over", "See the alarms below."),
 )
 """Numbers that trackers add to a step from the lines before it."""

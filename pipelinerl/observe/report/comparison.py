@@ -78,6 +78,7 @@ _NUMBERS: tuple[_Number, ...] = (
     ("samples per second", lambda run: _per_second(run), quantity),
     ("generated tokens per second", lambda run: run.numbers.generated_tokens_per_s, quantity),
     ("trained tokens per second", lambda run: run.numbers.trained_tokens_per_s, quantity),
+    ("useful tokens per second", lambda run: run.numbers.useful_tokens_per_s, quantity),
     ("trainer waited for micro-batches", lambda run: run.diagnosis.trainer_wait_fraction, percent),
     ("engines without a request", lambda run: run.diagnosis.engine_wait_fraction, percent),
     ("staleness, mean", lambda run: run.numbers.staleness_mean, quantity),

@@ -28,9 +28,12 @@ class Headline:
     """Steps the run was to take."""
     num_samples: float | None
     num_trained_tokens: float | None
+    num_useful_tokens: float | None
+    """Trained tokens whose advantage is not zero; None where that was not recorded."""
     num_generated_tokens: float | None
     generated_tokens_per_s: float | None
     trained_tokens_per_s: float | None
+    useful_tokens_per_s: float | None
     measured: Measures | None
     """The steady stretch that both rates are about; None where no step was done."""
     pause_p50_s: float | None
@@ -65,9 +68,11 @@ def headline(tables: Tables) -> Headline:
         num_steps=int(planned) if planned else None,
         num_samples=counters.total(step.num_samples for step in steps),
         num_trained_tokens=trained,
+        num_useful_tokens=counters.total(step.num_useful_tokens for step in steps),
         num_generated_tokens=generated,
         generated_tokens_per_s=_rate(measured, measured.generated_tokens if measured else None),
         trained_tokens_per_s=_rate(measured, measured.trained_tokens if measured else None),
+        useful_tokens_per_s=_rate(measured, measured.useful_tokens if measured else None),
         measured=measured,
         pause_p50_s=counters.quantile(pauses, 0.5),
         pause_p99_s=counters.quantile(pauses, 0.99),

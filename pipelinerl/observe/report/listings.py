@@ -26,6 +26,7 @@ STEP_COLUMNS = {
     "reward_mean": "reward",
     "num_samples": "samples",
     "num_trained_tokens": "trained tokens",
+    "num_useful_tokens": "useful tokens",
     "length_mean": "length",
     "staleness_mean": "staleness",
     "staleness_max": "oldest",

@@ -50,6 +50,8 @@ class Measures:
     """Part of one: sequence slots that stood empty while admission was closed."""
     generated_tokens: float | None
     trained_tokens: float | None
+    useful_tokens: float | None
+    """Trained tokens whose advantage is not zero."""
 
     def engine_fraction(self, value_s: float | None) -> float | None:
         """Parts of one of the engines' time."""
@@ -119,6 +121,7 @@ def measure(tables: Tables) -> Measures | None:
         empty_fraction=counters.empty_fraction(statuses, slots_per_engine=slots if isinstance(slots, int) else None),
         generated_tokens=grown(counters.growth(row.generated_tokens for row in statuses)),
         trained_tokens=counters.total(step.num_trained_tokens for step in steps),
+        useful_tokens=counters.total(step.num_useful_tokens for step in steps),
     )
 
 

@@ -99,7 +99,7 @@ class Namer:
     def _of_step(self, row: StepRow) -> dict[str, float]:
         self._num_samples += row.num_samples or 0
         self._num_tokens += row.num_trained_tokens or 0
-        counted = (self._num_samples, self._num_tokens, self._state.trained_tokens_per_s, self._alarms)
+        counted = (self._num_samples, self._num_tokens, self._state.trained_tokens_per_s, self._state.useful_tokens_per_s, self._alarms)
         found = {trainer_metric(name)[1]: value for name, value in row.trainer.items()}
         pairs = [(metric, getattr(row, metric.field)) for metric in STEP_METRICS] + list(zip(COUNTED, counted, strict=True))
         return {name: value for metric, values in pairs for name, value in metric.named(values).items()} | found

@@ -74,6 +74,7 @@ class Snapshot:
             "version": status.version,
             "generated_per_s": state.generated_tokens_per_s,
             "trained_per_s": state.trained_tokens_per_s,
+            "useful_per_s": state.useful_tokens_per_s,
             "trainer_waits": state.trainer_wait_fraction,
             "engines_idle": state.engine_idle_fraction,
             "slots_empty": state.engine_empty_fraction,

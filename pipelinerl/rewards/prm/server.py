@@ -80,6 +80,7 @@ class PrmServer:
             self._link.introduce(self._introduce)
             while not self._is_stopped:
                 self._turn()
+            self._write_load(self._load())  # what was done since the last gauges, which nobody waits for
         except Exception as error:  # the peer is told what ends this process; the error is then raised as it is
             self._link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
@@ -173,8 +174,12 @@ class PrmServer:
 
     def _report(self) -> None:
         self._next_load_at = time.monotonic() + LOAD_EVERY_S
+        self._write_load(load := self._load())
+        self._link.send(load)
+
+    def _load(self) -> PrmLoad:
         cost = self._scorer.cost
-        load = PrmLoad(
+        return PrmLoad(
             prm_id=self._prm_id,
             num_traces=len(self._traces),
             num_steps=self._num_steps,
@@ -183,5 +188,6 @@ class PrmServer:
             num_uncached_tokens=cost.num_asked,
             busy_s=self._busy_s,
         )
+
+    def _write_load(self, load: PrmLoad) -> None:
         self._journal.write("load", **msgspec.structs.asdict(load))
-        self._link.send(load)

@@ -123,6 +123,7 @@ def _steps(plan: Plan) -> list[Line]:
                 num_samples=num_samples,
                 num_tokens=num_trained + 40 * num_samples,
                 num_trained_tokens=num_trained,
+                num_useful_tokens=int(num_trained * (0.9 - 0.2 * progress)),
                 length_mean=length,
                 truncated_fraction=max(0.0, 0.2 * (1 - progress) + chance.gauss(0, 0.01)),
                 zero_variance_fraction=0.1 + 0.2 * progress,

@@ -49,7 +49,8 @@ def test_headline_numbers_are_those_of_the_journal(tmp_path: Path) -> None:
     assert page.by_id["held-out-note"] == "version 0 → 40, 64 prompts"
     assert page.by_id["num-steps"] == "40 of 40"
     assert page.by_id["num-samples"] == f"{40 * 64:,}"
-    assert f"{sum(step['num_trained_tokens'] for step in steps):,} trained tokens" == page.by_id["num-samples-note"]
+    trained, useful = (f"{sum(step[name] for step in steps):,}" for name in ("num_trained_tokens", "num_useful_tokens"))
+    assert page.by_id["num-samples-note"] == f"{trained} trained tokens, {useful} useful"
     pauses = [1000 * line["pause_s"] for line in _of_kind(lines, "swap")]
     assert page.by_id["pause"] == f"{np.quantile(pauses, 0.5):.3f} / {np.quantile(pauses, 0.99):.3f} ms"
     assert page.by_id["pause-note"] == "78 swaps"
@@ -61,6 +62,8 @@ def test_rates_are_tokens_over_the_steady_stretch(tmp_path: Path) -> None:
     steps = _of_kind(lines, "step")
     trained = sum(step["num_trained_tokens"] for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
     assert page.by_id["trained-rate"] == f"{round(trained):,} tok/s"
+    useful = sum(step["num_useful_tokens"] for step in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+    assert page.by_id["trained-rate-note"].startswith(f"useful {round(useful):,} tok/s, steps ")
     generated = float(page.by_id["generated-rate"].removesuffix(" tok/s").replace(",", ""))
     assert generated == pytest.approx(15_000 / Plan().period_s, rel=1e-3)
 
@@ -87,7 +90,7 @@ def test_steps_are_listed_with_their_own_numbers(tmp_path: Path) -> None:
         cells = listed[str(step["step"])]
         assert cells[0] == str(step["version"])
         assert float(cells[1]) == pytest.approx(step["reward_mean"], rel=1e-3)
-        assert cells[3] == f"{step['num_trained_tokens']:,}"
+        assert cells[3:5] == [f"{step['num_trained_tokens']:,}", f"{step['num_useful_tokens']:,}"]
 
 
 def test_identity_that_balances_has_its_mark(tmp_path: Path) -> None:

@@ -144,8 +144,11 @@ def test_an_alarm_stands_over_the_steps_from_the_next_one_on_and_is_zero_once_it
 
 def test_trained_tokens_per_second_are_those_sampled_and_what_the_trainer_computes_has_a_name_of_its_own() -> None:
     trainer = {"tokens_per_s": 7000.0}
-    points = points_of(run(), *(step(number, t=100.0 + 2 * number, num_tokens=900, trainer=trainer) for number in range(5)))
+    points = points_of(
+        run(), *(step(number, t=100.0 + 2 * number, num_tokens=900, num_useful_tokens=12, trainer=trainer) for number in range(5))
+    )
     assert points[-1].values["perf/throughput"] == 30 / 2.0
+    assert points[-1].values["perf/throughput_useful"] == 12 / 2.0
     assert points[-1].values["perf/throughput_computed"] == 7000.0
 
 

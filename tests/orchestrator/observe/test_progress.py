@@ -78,6 +78,7 @@ def test_counts_and_lengths(line: dict[str, object]):
     assert (line["num_groups"], line["num_samples"]) == (2, 4)
     assert line["num_tokens"] == (3 + 2) + (3 + 4) + (1 + 1) + (1 + 1)
     assert line["num_trained_tokens"] == 2 + 4 + 1 + 1
+    assert line["num_useful_tokens"] == 2 + 4, "the other group's rewards are equal, so its advantages are zero"
     assert line["length_mean"] == 2.0
     assert line["truncated_fraction"] == 0.25
 
@@ -93,6 +94,13 @@ def test_staleness_is_split_into_flight_and_queue(line: dict[str, object]):
     """Newest versions of the four rollouts are 5, 5, 5, 5: nothing waited; in flight 1 0 | 2 2 1 0 | 0 | 0."""
     assert (line["staleness_in_flight_mean"], line["staleness_in_flight_max"]) == (pytest.approx(6 / 8), 2)
     assert (line["staleness_in_queue_mean"], line["staleness_in_queue_max"]) == (0.0, 0)
+
+
+def test_where_the_trainer_makes_the_advantages_nobody_says_which_tokens_are_useful(tmp_path: Path):
+    progress = Progress(journal=Journal(tmp_path, "orchestrator"), started_s=0.0, has_advantages=False)
+    progress.trained(StepDone(step=0, metrics={}), now_s=1.0)
+    progress.journal.close()
+    assert "num_useful_tokens" not in progress.last_step
 
 
 def test_groups_set_aside_let_through_and_too_old_are_counted_in_the_step_they_would_have_filled(tmp_path: Path):

@@ -21,6 +21,7 @@ from orchestrator.replay.__main__ import main, replay
 from orchestrator.replay.batching import replay_batching
 from orchestrator.replay.prompts import replay_prompts
 from orchestrator.replay.recorded import RecordedGroup, Recording, read_prompts, read_recording
+from orchestrator.rescore.__main__ import main as rescore
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import DataSection
 from pipelinerl.config.file import load_run, parse, write_run
@@ -28,10 +29,11 @@ from pipelinerl.data.tokenizer import TextEncoder, load_tokenizer
 from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import UNSAMPLED, Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
+from tests.rewards.test_reward_model_process import by_transformers
 from tests.sim.clock import simulate
 from tests.sim.peers import World
 from tests.sim.run import config, run
-from tests.tiny_models import make_tokenizer
+from tests.tiny_models import make_classifier, make_tokenizer
 
 pytestmark = pytest.mark.process
 
@@ -122,6 +124,33 @@ def test_another_reward_and_a_filter_show_what_they_change(run_folder: Path, cap
     assert "step -> another step: 1" in said, "the group behind moves up"
     lines = [json.loads(line) for line in (run_folder / "replay" / "scoring.jsonl").read_text().splitlines()]
     assert (lines[1]["completion"], lines[1]["old"]["reward"], lines[1]["new"]["components"]) == ("bbb", 3.0, {"act": 3.0})
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_reward_model_scores_a_recorded_run_again_in_a_replay_and_in_try(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = tmp_path / "judge"
+    make_classifier(judge, "Qwen2", seed=1)
+    reward = f'reward=[{{model="{judge}", dtype="float32", deadline_s=60.0}}]'
+    replay(run_folder, stages=["scoring"], overrides=[reward])
+    lines = [json.loads(line) for line in (run_folder / "replay" / "scoring.jsonl").read_text().splitlines()]
+    found = {line["completion"]: line["new"]["components"]["judge"] for line in lines if line["new"]["outcome"] == "ok"}
+    for text in ("a", "bbb", "dddd"):
+        assert found[text] == pytest.approx(
+            by_transformers(judge, f"[user] ? [assistant] {text} end.", adds_special_tokens=False), abs=1e-4
+        )
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64, "eos_token_id": 2}')
+    settings = tmp_path / "my.toml"
+    settings.write_text(f'[model]\npath = "{tmp_path / "model"}"\n[data]\nsource = "unused.jsonl"\n[rollout]\nmax_tokens = 16\n')
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        rescore([str(settings), reward, "--run", str(run_folder), "--rows", "1"])
+    said, error = capsys.readouterr()
+    assert end.value.code == 0, error
+    assert f"   {'judge':<24} {found['ff']:>10.4g} x 1 = " in said
 
 
 def test_rewards_that_compare_siblings_are_part_of_scoring(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ function header(s) {
   const last = name => (s.curves[name].at(-1) || [0, null])[1], id = s.identity;
   cards($("cards"), [
     ["Reward", short(last("reward")), last("held_out") === null ? "" : `held-out ${short(last("held_out"))}`],
-    ["Generated", `${short(s.generated_per_s)} tok/s`, `trained ${short(s.trained_per_s)} tok/s`],
+    ["Generated", `${short(s.generated_per_s)} tok/s`, `trained ${short(s.trained_per_s)} tok/s, useful ${short(s.useful_per_s)}`],
     ["Trainer waits", percent(s.trainer_waits), "of the last seconds"],
     ["Engines idle", percent(s.engines_idle), `${percent(s.slots_empty)} of slots empty, admission closed`],
     ["Staleness", short(last("staleness_mean")), `oldest token ${short(last("staleness_max"))} versions`],
