@@ -207,6 +207,15 @@ def test_an_early_stop_needs_a_model_and_no_comparison():
     ]
 
 
+def test_a_class_of_environments_needs_no_reward_function_and_stands_alone() -> None:
+    game = {"cls": "game.py:Game"}
+    assert parse(tree(reward=[], environment=game), origin="my.toml").environment.max_alive == 32
+    (both,) = problems_of(tree(environment=game | {"function": "game.py:reply"}))
+    assert both.startswith("environment.function is game.py:reply, environment.cls game.py:Game: one of them replies")
+    (python,) = problems_of(tree(environment={"function": "game.py:reply", "python": "bin/python"}))
+    assert python.startswith("environment.python runs a class, and environment.cls names none")
+
+
 def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
     settings = tree(environment={"function": "game.py:reply"}, prm={"path": "models/prm"}, model={"path": "m", "replay_routing": True})
     process, routes = problems_of(settings)

@@ -155,7 +155,7 @@ def test_with_a_class_completions_are_the_turns_of_one_episode(tried: Callable[.
     shown = tried('environment.cls="rewards.py:Game"', "reward=[]", "--rows=1", "--completion=3", "--completion=4")
     assert shown.returncode == 0, shown.stderr
     turns = "   [environment 0]\n   | ?\n   [turn 1]\n   | 3\n   [environment 1]\n   | no\n   [turn 2]\n   | 4\n"
-    assert turns + "   environment                     0.5 x 1 = 0.5 " in shown.stdout
+    assert turns + "   environment                     0.5 x 1 = 0.5\n" in shown.stdout
 
 
 def test_the_engine_writes_siblings(tried: Callable[..., Shown]):
