@@ -13,7 +13,8 @@ import pytest
 from orchestrator.rules import admission as live_admission
 from orchestrator.rules.batch import BatchCut
 from orchestrator.simulate.draws import Distribution, fixed
-from orchestrator.simulate.run import Simulated, simulate
+from orchestrator.simulate.events import Events
+from orchestrator.simulate.run import Simulated, _Run, simulate
 from orchestrator.simulate.summary import hangs_on, summary_of
 from orchestrator.simulate.world import EngineWorld, Faults, ScoringWorld, SyncWorld, TrainerWorld, World
 from pipelinerl.errors import Stalled
@@ -226,3 +227,31 @@ def test_a_simulated_run_comes_near_the_whole_orchestrator_on_a_simulated_clock(
     assert sum(ended.totals.step_tokens) / ended.totals.step_ends_s[-1] == pytest.approx(tokens / steps[-1]["elapsed_s"], rel=0.05)
     age = sum(line["staleness_mean"] * line["num_trained_tokens"] for line in steps) / tokens
     assert summary_of(ended).staleness_mean == pytest.approx(age, abs=0.15)
+
+
+def test_weights_change_only_once_the_policy_before_is_published_on_paper():
+    """Step 0 ends at 6, and its policy is written until 9: step 1 has its row by 7, and its end takes from 9 to 10."""
+    world = dataclasses.replace(ON_PAPER, sync=dataclasses.replace(ON_PAPER.sync, publish_beside_s=3.0))
+    assert simulate(config(), world).totals.step_ends_s[:2] == [pytest.approx(6.0), pytest.approx(10.0)]
+
+
+def test_a_round_begins_when_the_last_engine_holds_the_newest_policy(tmp_path: Path):
+    """Four passes, a row and the end of a step after that swap, and not after the first one."""
+    sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=3.0))
+    settings = config(pipeline={"mode": "sync"}, trainer={"steps": 5})
+    ended = simulate(settings, dataclasses.replace(ON_PAPER, sync=sync), folder=tmp_path / "run")
+    swaps = [line for line in lines(tmp_path / "run") if line["kind"] == "swap"]
+    for step in range(1, 5):
+        last_s = max(line["t"] for line in swaps if line["version"] == step)
+        assert ended.totals.step_ends_s[step] == pytest.approx(last_s + 4 + 1 + 1)
+
+
+def test_what_an_engine_had_when_it_died_begins_anew_elsewhere():
+    """It dies at 2.5 with two tokens of each rollout of group 0: engine 1 takes them between two passes, as the next attempt."""
+    run = _Run(config(), ON_PAPER, seed=0, faults=Faults(), events=Events(), journal=None)
+    given: list[tuple[str, int, int, float]] = []
+    score = run.generation.on_finished
+    run.generation.on_finished = lambda one: (given.append((one.name, one.attempt, one.num_sampled, one.finished_s)), score(one))
+    run.events.at(2.5, lambda: run._kill_engine(0))
+    run.events.run(until=lambda: len(given) == 4, limit_s=100.0)
+    assert given == [("1/0", 0, 4, 4.0), ("1/1", 0, 4, 4.0), ("0/0", 1, 4, 7.0), ("0/1", 1, 4, 7.0)]
