@@ -23,6 +23,7 @@ from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
 from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime import startup
 from pipelinerl.runtime.lease import fence_of
 from pipelinerl.runtime.machine import cores_and_devices
 from pipelinerl.runtime.network import address_of
@@ -38,7 +39,8 @@ def main() -> None:
     arguments = parser.parse_args()
     run_folder = arguments.run_folder
     with crash_report(run_folder, "orchestrator"):
-        config = load_run(run_folder)
+        with startup.mark("imports", since_s=startup.begun_s()):
+            config = load_run(run_folder)
         result = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
         print(f"{result.reason}: {result.rollouts}", flush=True)
 
@@ -53,8 +55,10 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
     ledger = Ledger(run_folder / "ledger.sqlite", keep_groups=config.run.record_groups, fence=fence_of(run_folder, os.environ))
     try:
         journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=cores_and_devices())
-        tokenizer = load_tokenizer(config.model.path)
-        source, held_out = prompts_of(config, encoder=encoder_of(config, tokenizer))
+        with startup.mark("loads the tokenizer, opens the data"):
+            tokenizer = load_tokenizer(config.model.path)
+            source, held_out = prompts_of(config, encoder=encoder_of(config, tokenizer))
+        startup.write(journal)
         stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
         for sentence in (str(stop_tokens), *stop_tokens.warnings):
             journal.write("choice", text=sentence)

@@ -129,8 +129,10 @@ class Run:
             (session, "trainer", "to load the model", trainer.ready_deadline_s),
         ):
             if peers is not None:
+                began = self._journal.clock()
                 with parts.watch.waiting("start-up", f"{peer} {what}"):
                     await wait_for(peers.wait_until_ready(), peer=peer, what=what, deadline_s=deadline_s)
+                self._journal.write("startup", what=f"waits for {peer} {what}", start=began, end=self._journal.clock())
 
     async def _train(self, version: int) -> int | None:
         """Run the stages until the last step is trained, or until stopped; return the version to evaluate at the end, None for none."""

@@ -8,7 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
+from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
+from pipelinerl.runtime import early, startup
 from pipelinerl.runtime.devices import show_first
 from pipelinerl.runtime.imports import of_large_packages
 from pipelinerl.runtime.lease import fence_of
@@ -22,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--gpus", help="UUID of the GPU of the only rank")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(early.arguments(lambda settings: _prepare(Config.model_validate_json(settings))))
     run_folder = arguments.run_folder
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of every `with`, which removes the shared buffers
@@ -30,14 +32,21 @@ def main() -> None:
         config = load_run(run_folder)
         if arguments.gpus:
             show_first(arguments.gpus)
-        set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        _prepare(config)
         if "RANK" not in os.environ:  # else who started the ranks has said it
             deadline_s = config.trainer.ready_deadline_s
             os.environ |= nccl_settings(config.weights, run_folder, "trainer", deadline_s=deadline_s, environment=os.environ)
-        with of_large_packages():
-            from trainer.loop import train  # after the threads are set
+        from trainer.loop import train
 
         train(config, run_folder, fence=fence_of(run_folder, os.environ))
+
+
+def _prepare(config: Config) -> None:
+    """Import what training needs, once this rank's threads are set; a second time this does nothing."""
+    set_threads(config.trainer.cores, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    if "trainer.loop" not in sys.modules:
+        with startup.mark("imports torch and transformers", since_s=startup.begun_s()), of_large_packages():
+            import trainer.loop  # noqa: F401
 
 
 if __name__ == "__main__":

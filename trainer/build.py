@@ -17,6 +17,7 @@ from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, Offload, SftSection, TrainerSection
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime import startup
 from trainer.backend import Backend, Outputs
 from trainer.checkpoint import portable
 from trainer.controllers import Controllers
@@ -48,17 +49,18 @@ class Trained:
 def build_policy(config: Config, *, replicas: Replicas) -> Trained:
     """Load the policy. Raises `ConfigError`."""
     method = method_of(config)
-    return _trained(
-        config,
-        config.model.path,
-        replicas=replicas,
-        section=config.trainer,
-        learning_rate=config.learning_rate,
-        adapters=adapters_of(config),
-        replay_routing=config.model.replay_routing,
-        gives_square_sums=Need.SQUARE_SUM in method.needs,
-        divergence_mix=divergence_mix(method),
-    )
+    with startup.mark("loads the model"):
+        return _trained(
+            config,
+            config.model.path,
+            replicas=replicas,
+            section=config.trainer,
+            learning_rate=config.learning_rate,
+            adapters=adapters_of(config),
+            replay_routing=config.model.replay_routing,
+            gives_square_sums=Need.SQUARE_SUM in method.needs,
+            divergence_mix=divergence_mix(method),
+        )
 
 
 def build_critic(config: Config, *, replicas: Replicas) -> Trained | None:

@@ -28,6 +28,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observe.journal import Journal
 from pipelinerl.planning.memory import rank_bytes, read_weights
+from pipelinerl.runtime import startup
 from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.timeline import timeline_of
@@ -100,6 +101,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
     with contextlib.ExitStack() as at_end:
         at_end.callback(replicas.close)
         journal = at_end.enter_context(contextlib.closing(Journal(run_folder, f"trainer-{replicas.rank}")))
+        startup.write(journal)
         if publisher is not None:
             at_end.callback(publisher.close)
         client = None

@@ -17,35 +17,62 @@ from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime import startup
 from pipelinerl.runtime.devices import usable_gpus
+from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease, held
 
 
-def train(settings: Config, *, resume: str | None = None, takes_over: bool = False) -> None:
-    from pipelinerl.launch.preflight import check as preflight
-    from pipelinerl.observe.tracking.beside import trackers
-    from pipelinerl.runtime.findings import Level, refuse, show
-
-    earlier = resuming.find_run(settings, resume or None) if resume is not None else None
+def train(
+    settings: Config,
+    *,
+    resume: str | None = None,
+    takes_over: bool = False,
+    early: EarlyProcesses | None = None,
+    since_s: float | None = None,
+) -> None:
+    """Check and run. What imports for longest begins beside the checks, if it has not (`early`); the start counts from `since_s`, Unix
+    seconds, or from the begin of this process."""
     with contextlib.ExitStack() as at_end:
+        if early is None:
+            early = at_end.enter_context(begin_early(settings))
+        with startup.mark("reads the settings", since_s=since_s or startup.begun_s()):
+            from pipelinerl.launch.preflight import check as preflight
+            from pipelinerl.observe.tracking.beside import trackers
+            from pipelinerl.runtime.findings import Level, refuse, show
+
+            earlier = resuming.find_run(settings, resume or None) if resume is not None else None
         lease = None
         if earlier:  # before anything else is looked at: what another launcher holds is refused at once
             lease = at_end.enter_context(held(earlier.folder, takes_over=takes_over))
-        refuse(findings := preflight(settings))
+        with startup.mark("checks settings, functions and rows"):
+            refuse(findings := preflight(settings))
         show(findings, console, Level.NOTE, Level.WARN)
         run_folder = earlier.folder if earlier else make_run_folder(settings)
         lease = lease or at_end.enter_context(held(run_folder))
+        with contextlib.closing(Journal(run_folder, "launcher")) as journal:
+            startup.write(journal)
         if earlier:
             resuming.make_ready(settings, run_folder)
         console.print(f"run folder: {escape(str(earlier or run_folder))}", soft_wrap=True)
         try:
             with trackers(run_folder, settings.tracking.to):
-                asyncio.run(_launch_and_show(settings, run_folder, lease=lease))
+                asyncio.run(_launch_and_show(settings, run_folder, lease=lease, early=early))
         finally:
             _report(run_folder)
     log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
     console.print(escape(log[-1]) if log else "")
     console.print(f"model: {escape(str(run_folder / 'model'))}")
+
+
+def begin_early(settings: Config) -> EarlyProcesses:
+    """Start those processes of a run that import for longest: they need not wait for what is looked at before it. A context."""
+    early = EarlyProcesses()
+    for role in roles_of(settings, settings.run.folder):
+        if role.begins_early:
+            early.start(role.program, settings=settings.model_dump_json())
+    return early
 
 
 def print_plan(settings: Config) -> None:
@@ -87,7 +114,7 @@ def _report(run_folder: Path) -> None:
         errors.print(f"no report: {escape(str(error))}; `pipelinerl report {run_folder}` writes it later", highlight=False, soft_wrap=True)
 
 
-async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) -> None:
+async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease, early: EarlyProcesses) -> None:
     from pipelinerl.observe.terminal import show
 
     until = asyncio.Event()
@@ -97,7 +124,7 @@ async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease) 
     async with asyncio.TaskGroup() as group:
         view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
         try:
-            await launcher_of(settings, roles, run_folder, lease=lease).run()
+            await launcher_of(settings, roles, run_folder, lease=lease, early=early).run()
         except PipelineError as error:
             failure = error
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from pipelinerl.cli.app import ConfigFile, Overrides, console, exit_as
-from pipelinerl.cli.start import print_plan, train
+from pipelinerl.cli.start import begin_early, print_plan, train
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError
@@ -141,13 +142,15 @@ def demo(
 
     settings_file = demo_config(folder=folder, seed=seed)
     settings = load(settings_file, overrides=overrides or [])
-    console.print(f"[bold]1/3[/] a fresh model in {escape(str(settings.model.path))}")
-    make_demo_model(settings.model.path, seed=seed)
-    console.print("[bold]2/3[/] warm start on demonstrations, a quarter of which show what will be rewarded")
-    if code := subprocess.call([sys.executable, "-m", "trainer.sft", str(settings_file), *(overrides or [])]):
-        raise typer.Exit(code)
-    console.print("[bold]3/3[/] streaming RL: reward 1 for the digits in ascending order")
-    train(load(settings_file, overrides=[*(overrides or []), f"model.path={json.dumps(str(settings.sft_output))}"]))
+    with begin_early(settings) as early:  # the imports of the run, beside the warm start
+        console.print(f"[bold]1/3[/] a fresh model in {escape(str(settings.model.path))}")
+        make_demo_model(settings.model.path, seed=seed)
+        console.print("[bold]2/3[/] warm start on demonstrations, a quarter of which show what will be rewarded")
+        if code := subprocess.call([sys.executable, "-m", "trainer.sft", str(settings_file), *(overrides or [])]):
+            raise typer.Exit(code)
+        console.print("[bold]3/3[/] streaming RL: reward 1 for the digits in ascending order")
+        own = load(settings_file, overrides=[*(overrides or []), f"model.path={json.dumps(str(settings.sft_output))}"])
+        train(own, early=early, since_s=time.time())
 
 
 @commands.command(rich_help_panel=PANEL)

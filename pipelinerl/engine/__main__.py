@@ -17,8 +17,9 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
-from pipelinerl.engine.environment import set_environment
+from pipelinerl.engine.environment import make_private_folder, set_environment
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime import early, startup
 from pipelinerl.runtime.devices import show_first, usable_gpus
 from pipelinerl.runtime.imports import of_large_packages
 from pipelinerl.runtime.parts import share_of
@@ -34,18 +35,24 @@ def main() -> None:
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
     parser.add_argument("--gpus", action="append", default=[], help="UUIDs of the GPUs of one engine, with commas; once for each engine")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(early.arguments(lambda settings: _prepare(Config.model_validate_json(settings))))
     run_folder = arguments.run_folder
     with crash_report(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
         config = load_run(run_folder)
-        set_environment(num_ranks=config.engine.num_ranks, is_of_run=True)
-        if config.engine.kind == "vllm":
-            with of_large_packages():
-                from pipelinerl.engine.vllm.engine import import_everything
-
-                import_everything()
+        _prepare(config)
+        make_private_folder()
         engine_ids = share_of(arguments.part, count=config.engine.count)
         sys.exit(_Parent(config, run_folder, gpus=dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))).run())
+
+
+def _prepare(config: Config) -> None:
+    """Import what the engines of a run need; a second time this does nothing."""
+    set_environment(num_ranks=config.engine.num_ranks, is_of_run=True, makes_folder=False)
+    if config.engine.kind == "vllm" and "pipelinerl.engine.vllm.engine" not in sys.modules:
+        with startup.mark("imports vLLM", since_s=startup.begun_s()), of_large_packages():
+            from pipelinerl.engine.vllm.imports import import_everything
+
+            import_everything()
 
 
 def _gpus_of(engine_ids: range, given: list[str]) -> list[str]:
@@ -159,19 +166,21 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         adapters, choices = choose_adapters(
             config.lora, config.weights, max_staleness=config.pipeline.max_staleness, is_pipelined=config.engine.num_stages > 1
         )
-        engine = VllmEngine(
-            model=config.model,
-            engine=config.engine,
-            rollout=config.rollout,
-            seed=config.run.seed + engine_id,
-            weights=config.weights,
-            policies=run_folder / "weights",
-            adapters=adapters,
-            choices=choices,
-        )
+        with startup.mark("loads the model"):
+            engine = VllmEngine(
+                model=config.model,
+                engine=config.engine,
+                rollout=config.rollout,
+                seed=config.run.seed + engine_id,
+                weights=config.weights,
+                policies=run_folder / "weights",
+                adapters=adapters,
+                choices=choices,
+            )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     finder = finder_of(config.model.path) if config.rollout.stop else None
-    serve(engine, engine_id=engine_id, link=link, journal=Journal(run_folder, f"engine-{engine_id}"), finder=finder)
+    startup.write(journal := Journal(run_folder, f"engine-{engine_id}"))
+    serve(engine, engine_id=engine_id, link=link, journal=journal, finder=finder)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pipelinerl.launch import processes
 from pipelinerl.launch.processes import Processes
 from pipelinerl.launch.roles import Role
 from pipelinerl.launch.run_folder import forget_endpoints
+from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
 from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
 from pipelinerl.runtime.restarts import Restarts
@@ -36,10 +37,12 @@ LOOK_EVERY_S = 1.0
 """Seconds between two looks for processes that stand still."""
 
 
-def launcher_of(config: Config, roles: tuple[Role, ...], run_folder: Path, *, lease: Lease | None) -> Launcher:
+def launcher_of(
+    config: Config, roles: tuple[Role, ...], run_folder: Path, *, lease: Lease | None, early: EarlyProcesses | None = None
+) -> Launcher:
     """Return the launcher of a run, with what its settings allow it."""
     restarts = Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s)
-    return Launcher(roles, run_folder, restarts=restarts, stopped_limit_s=config.pipeline.stall_limit_s, lease=lease)
+    return Launcher(roles, run_folder, restarts=restarts, stopped_limit_s=config.pipeline.stall_limit_s, lease=lease, early=early)
 
 
 class Launcher:
@@ -53,8 +56,10 @@ class Launcher:
         restarts: Restarts | None = None,
         stopped_limit_s: float = float("inf"),
         lease: Lease | None = None,
+        early: EarlyProcesses | None = None,
     ) -> None:
         """`lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
+        `early`: processes that have begun already, each of which becomes the first one of its role.
 
         A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long that the orchestrator
         stands still, or a process that is only starting.
@@ -70,7 +75,7 @@ class Launcher:
         self._stopped_limit_s = stopped_limit_s
         self._stopped_since: dict[int, float] = {}
         """By process id, in Unix seconds."""
-        self._processes = Processes(run_folder, environment={EPOCH: str(lease.epoch)} if lease else {})
+        self._processes = Processes(run_folder, environment={EPOCH: str(lease.epoch)} if lease else {}, early=early)
         self._running: set[str] = set()
         """Those whose end was not taken from `Processes.ended` yet."""
         self._deadline_s: float | None = None

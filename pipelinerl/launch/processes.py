@@ -8,12 +8,15 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.launch.roles import Role
+from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.process import UNWRITTEN, ancestors, die_with_parent, how_it_ended
 
 KILL_GRACE_S = 5.0
@@ -24,37 +27,46 @@ LOG_TAIL_LINES = 15
 class Processes:
     """Starts processes, each in a session of its own, signals them, and reads what they recorded of their ends."""
 
-    def __init__(self, run_folder: Path, *, environment: dict[str, str]) -> None:
-        """`environment` is added to this process's own."""
+    def __init__(self, run_folder: Path, *, environment: dict[str, str], early: EarlyProcesses | None = None) -> None:
+        """`environment` is added to this process's own; `early` are processes that have begun without their run folder."""
         self.ended: asyncio.Queue[str] = asyncio.Queue()
         """Names of processes, in the order in which they ended."""
         self.started_at: dict[str, float] = {}
         """Unix seconds of each process's last start."""
         self._run_folder = run_folder
-        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._environment = {"PYTHONUNBUFFERED": "1", **environment}
+        self._early = early or EarlyProcesses()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._gone: dict[str, asyncio.Event] = {}
+        """Set once the process of that name has ended."""
 
     async def start(self, role: Role, tasks: asyncio.TaskGroup) -> None:
-        """Start a role's process with its output in `<run>/logs/<name>.log`; a task of `tasks` waits for its end."""
+        """Start a role's process, or take the one that began early, with its output in `<run>/logs/<name>.log`; a task of `tasks` waits
+        for its end."""
         (self._run_folder / "logs").mkdir(exist_ok=True)
         self.started_at[role.name] = time.time()
+        process = self._early.take(role.command, environment=self._environment, log=self._log_of(role.name)) or self._open(role)
+        self._processes[role.name], self._gone[role.name] = process, (gone := asyncio.Event())
+        threading.Thread(target=_wait_beside, args=(process, gone, asyncio.get_running_loop()), name=role.name, daemon=True).start()
+        tasks.create_task(self._tell_end(role.name, gone), name=role.name)
+
+    def _open(self, role: Role) -> subprocess.Popen[bytes]:
         log = os.open(self._log_of(role.name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            self._processes[role.name] = await asyncio.create_subprocess_exec(
-                *role.command,
-                stdin=asyncio.subprocess.DEVNULL,
+            return subprocess.Popen(
+                role.command,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=self._environment,
+                env={**os.environ, **self._environment},
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         finally:
             os.close(log)
-        tasks.create_task(self._tell_end(role.name, self._processes[role.name]), name=role.name)
 
-    async def _tell_end(self, name: str, process: asyncio.subprocess.Process) -> None:
-        await process.wait()
+    async def _tell_end(self, name: str, gone: asyncio.Event) -> None:
+        await gone.wait()
         self.ended.put_nowait(name)
 
     def exit_code(self, name: str) -> int | None:
@@ -96,8 +108,8 @@ class Processes:
         await self._wait_for_all()
 
     async def _wait_for_all(self) -> None:
-        for process in self._processes.values():
-            await process.wait()
+        for gone in self._gone.values():
+            await gone.wait()
 
     def was_killed(self, name: str) -> bool:
         """Return whether what ended a process lies outside of it: a signal, or only peers that were lost, by its own record."""
@@ -149,3 +161,10 @@ class Processes:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(path.read_text()))
         return found
+
+
+def _wait_beside(process: subprocess.Popen[bytes], gone: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    """Wait for a process in a thread of its own: asyncio waits only for those that it has started itself."""
+    process.wait()
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(gone.set)

@@ -18,6 +18,13 @@ class Role:
     command: tuple[str, ...]
     has_nothing_to_save: bool = False
     """When the orchestrator has ended, it may be ended, too: it may be one that started too late to be told."""
+    begins_early: bool = False
+    """It imports for longest, and may begin with that before the run folder is there (`pipelinerl.runtime.early`)."""
+
+    @property
+    def program(self) -> str:
+        """The name by which Python runs it."""
+        return self.command[2]
 
     def __str__(self) -> str:
         return f"{self.name:<13} {shlex.join(self.command)}"
@@ -29,12 +36,21 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
     return (
         Role(name="orchestrator", command=(python, "-m", "orchestrator", *run)),
         *(
-            Role(name=name, command=(python, "-m", "pipelinerl.engine", *run, *part), has_nothing_to_save=True)
+            Role(
+                name=name,
+                command=(python, "-m", "pipelinerl.engine", *run, *part),
+                has_nothing_to_save=True,
+                begins_early=config.engine.kind == "vllm",
+            )
             for name, part in _parts("engines", engine_nodes)
         ),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.rewards", *run, "--index", "0"), has_nothing_to_save=True),
         *([_prm_role(run)] if config.prm.is_used else []),
-        *(Role(name=name, command=(python, *_trainer(config, part), *run, *part)) for name, part in _parts("trainer", trainer_nodes)),
+        *(
+            Role(name=name, command=(python, "-m", program, *run, *part), begins_early=program == "trainer")
+            for name, part in _parts("trainer", trainer_nodes)
+            for program in [_trainer(config, part)]
+        ),
     )
 
 
@@ -49,9 +65,9 @@ def _parts(role: str, num_nodes: int) -> list[tuple[str, tuple[str, ...]]]:
     return [(role, ())] if num_nodes == 1 else [(f"{role}-{node}", ("--part", f"{node}/{num_nodes}")) for node in range(num_nodes)]
 
 
-def _trainer(config: Config, part: tuple[str, ...]) -> tuple[str, ...]:
+def _trainer(config: Config, part: tuple[str, ...]) -> str:
     """One rank meets nobody; several are started, and ended, by a parent of their own."""
-    return ("-m", "trainer" if config.trainer.ranks == 1 and not part else "trainer.parallel.rendezvous")
+    return "trainer" if config.trainer.ranks == 1 and not part else "trainer.parallel.rendezvous"
 
 
 def peers_of(config: Config) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ Terminal, live view, report and trackers read the journals through `lines` and `
 | `function_error` | orchestrator, at a cause's first failure and when told anew | see `orchestrator.observe.function_errors` |
 | `unreadable` | nobody: stands for a damaged line | `line` (its number) |
 | `unwritten` | a process that can write again after a full disk | `num_lines` that are missing before it |
+| `startup` | every process, once it can work | `what` it did until then, `start`, `end` (Unix seconds) |
 | `span` | engine, scorer, trainer | `lane`, `name`, `start`, `end` (Unix seconds), `count` |
 | `work` | nobody: stands for spans of long ago | the same, with `busy_s`, their sum |
 

@@ -9,6 +9,7 @@ from pipelinerl.config.file import load_run
 from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.server import Server
+from pipelinerl.runtime import startup
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -22,8 +23,10 @@ def main() -> None:
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
     with crash_report(arguments.run_folder, name):
-        config = load_run(arguments.run_folder)
+        with startup.mark("imports", since_s=startup.begun_s()):
+            config = load_run(arguments.run_folder)
         journal = Journal(arguments.run_folder, name)
+        startup.write(journal)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:
             Server(config, link=link, journal=journal, scorer_id=arguments.index, gpus=arguments.gpus).run()

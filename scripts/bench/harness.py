@@ -143,8 +143,9 @@ def show(title: str, found: Measured) -> None:
 
 
 def stored_at(name: str, arguments: argparse.Namespace) -> Path:
-    """The file that holds the newest results of a bench."""
-    return RESULTS / f"{name}{'-quick' if arguments.quick else ''}.json"
+    """The file that holds the newest results of a bench, or of the one part of it that its own option `--part` names."""
+    part = getattr(arguments, "part", None)
+    return RESULTS / f"{name}{f'-{part}' if part else ''}{'-quick' if arguments.quick else ''}.json"
 
 
 class Turns(dict[str, list[T]]):

@@ -1,10 +1,13 @@
 """Measures what is lost at the size of a real model: SmolLM2-135M's shape in float32, on two cores, each part beside its reference.
 
-`engine`: tokens per second of a core, over plain vLLM with the kernels that it chooses by itself. `trainer`: tokens with a gradient per
-second of a core, over a plain transformers forward and backward of the same samples: as rewards come (most groups have equal ones), and
-where every group has a signal, all weights and LoRA. `staging`: a policy is brought in while no sequence runs, over what that consists of
-at full speed. `start`: from the command to the first trained step, process by process. `--part` measures one of them alone; `--model`
-takes a model folder in place of random weights, which cost the same.
+`engine`: tokens per second of a core, over plain vLLM with the kernels that it chooses by itself; and a policy that is brought in while no
+sequence runs (staging), over what that consists of at full speed. `trainer`: tokens with a gradient per second of a core, over a plain
+transformers forward and backward of the same samples: as rewards come (most groups have equal ones), and where every group has a signal,
+all weights and LoRA. `start`: from the command to the first trained step, process by process, for this model and for the demo's.
+`idle`: how long the engine has nothing to do in a run of which the trainer is not the limit.
+
+`--part` measures one of them and stores it apart; all of them take about ten minutes. `--quick` has six layers, and measures engine and
+trainer. `--model` takes a model folder in place of random weights, which cost the same.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from scripts.bench.verdict import Work
 
 FOLDER = Path("runs/bench-real")
 ENGINE_CORE, TRAINER_CORE = 0, 1
-PARTS = ("engine", "trainer", "start")
+PARTS = ("engine", "trainer", "start", "idle")
+QUICK_LAYERS = 6
+ENGINE_SIZE = {"num_sequences": 48, "num_tokens": 32, "num_prompt_tokens": 32}
+QUICK_ENGINE_SIZE = {"num_sequences": 16, "num_tokens": 12, "num_prompt_tokens": 12}
+CASES = (("all weights", False, 0.0, 1.2), ("LoRA", True, 0.0, 1.2), ("all weights", False, real_model.EQUAL_REWARD, 1.5))
+"""(what is trained, by adapters, part of groups whose rewards are all equal, goal)."""
 
 
 def measure(arguments: Any) -> harness.Measured:
@@ -33,28 +41,31 @@ def measure(arguments: Any) -> harness.Measured:
     from pipelinerl.engine.environment import set_environment
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    model = arguments.model or FOLDER / "model"
+    num_layers = QUICK_LAYERS if arguments.quick else real_model.SMOLLM2_135M["num_hidden_layers"]
+    model = arguments.model or FOLDER / f"model-{num_layers}"
     if not (model / "config.json").exists():
-        children.result_of(real_model.make_model, model)
+        children.result_of(real_model.make_model, str(model), num_layers)
     parts = [arguments.part] if arguments.part else ["engine", "trainer"] if arguments.quick else PARTS
-    found = harness.Measured()
+    found = harness.Measured(notes=[f"{num_layers} layers"])
     if "start" in parts:  # before this process sets an environment that its children would inherit
         _start(found, model)
+    if "idle" in parts:
+        _idle(found, model)
     set_environment()
+    if "trainer" in parts:
+        _trainer(found, model, is_quick=arguments.quick)
     if "engine" in parts:
-        from pipelinerl.engine.vllm.engine import import_everything
+        from pipelinerl.engine.vllm.imports import import_everything
 
         import_everything()
         _engine(found, model, is_quick=arguments.quick)
-    if "trainer" in parts:
-        _trainer(found, model, is_quick=arguments.quick)
     columns = list(dict.fromkeys(name for row in found.rows for name in row))
     found.rows = [{name: row.get(name, "") for name in columns} for row in found.rows]
     return found
 
 
 def _engine(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
-    size = {"num_sequences": 16, "num_tokens": 16} if is_quick else {"num_sequences": 64, "num_tokens": 48}
+    size = QUICK_ENGINE_SIZE if is_quick else ENGINE_SIZE
     plain = real_engine.Turns(functools.partial(real_engine.plain, model, **size), core=ENGINE_CORE)
     ours = real_engine.Turns(functools.partial(real_engine.ours, model, **size), core=ENGINE_CORE)
     for engine in (plain, ours):
@@ -78,9 +89,8 @@ def _engine(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
 
 
 def _trainer(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
-    cases = [("all weights", False, 0.0, 1.2), ("all weights", False, real_model.EQUAL_REWARD, 1.5), ("LoRA", True, 0.0, 1.2)]
-    for name, lora, equal_reward, goal in cases[:1] if is_quick else cases:
-        size = {"num_groups": 1 if not equal_reward else 7, "rounds": 1 if is_quick else 2, "row_tokens": 1024 if is_quick else 4096}
+    for name, lora, equal_reward, goal in CASES[:1] if is_quick else CASES:
+        size = {"num_groups": 1 if not equal_reward else 7, "rounds": 2 if not equal_reward else 1, "row_tokens": 4096}
         with_signal = "every group has a signal" if not equal_reward else f"{equal_reward:.0%} of groups have equal rewards"
         shown = harness.steadily(lambda options=(lora, equal_reward, size): _trained(model, *options))
         what = f"{name}, {with_signal}"
@@ -102,18 +112,31 @@ def _trained(model: Path, lora: bool, equal_reward: float, size: dict[str, int])
 
 
 def _start(found: harness.Measured, model: Path) -> None:
-    folder = FOLDER / "start"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    settings = real_run.settings(folder, model, num_steps=50)
+    folder = _fresh("start")
+    own, demo = real_run.settings(folder, model, num_steps=50), children.result_of(real_run.prepare_demo, str(folder))
     for name, command, goal in (
-        ("135M", real_run.command_of_run(settings), 20.0),
-        ("demo", [*real_run.command_of_run(settings)[:1], "demo", "--folder", str(folder), "sft.steps=1"], 8.0),
+        ("135M", real_run.command_of_run(own), 20.0),
+        ("the demo's model", real_run.command_of_run(Path(demo)), 8.0),
+        ("the demo, from the end of its warm start", real_run.command_of_demo(folder, warm_start_steps=40), 8.0),
     ):
         told = harness.steadily(lambda command=command: real_run.start(command, folder=folder, deadline_s=180))
-        for row in told["processes"]:
-            found.rows.append({"part": f"start, {name}", "what": row.pop("process"), **row})
-        found.goals.append(harness.at_most(f"first trained step of {name}, s", told["first_step_s"], goal, **harness.SECONDS))
+        found.rows += [{"part": f"start, {name}", **row} for row in told["processes"]]
+        found.goals.append(harness.at_most(f"first trained step, {name}, s", told["first_step_s"], goal, **harness.SECONDS))
+
+
+def _idle(found: harness.Measured, model: Path) -> None:
+    folder = _fresh("idle")
+    command = real_run.command_of_run(real_run.settings(folder, model, num_steps=100, max_running=4))
+    told = harness.steadily(lambda: real_run.idle(command, folder=folder, steps=range(2, 8), deadline_s=240))
+    found.rows += [{"part": "idle", "what": what, "of the time": value} for what, value in told.items()]
+    found.goals.append(harness.at_most("engine idle where the trainer is not the limit", told["engine without a sequence"], 0.05))
+
+
+def _fresh(name: str) -> Path:
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 if __name__ == "__main__":

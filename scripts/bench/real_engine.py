@@ -18,7 +18,7 @@ import numpy as np
 
 from pipelinerl.config.file import parse
 from scripts.bench import children
-from scripts.bench.real_model import PROMPT_TOKENS, SMOLLM2_135M
+from scripts.bench.real_model import SMOLLM2_135M
 
 CACHE_BYTES = 512 << 20
 POSITIONS = 512
@@ -52,7 +52,7 @@ class Turns:
         os.waitpid(self._child, 0)
 
 
-def plain(folder: Path, *, num_sequences: int, num_tokens: int) -> Callable[[str], float]:
+def plain(folder: Path, *, num_sequences: int, num_tokens: int, num_prompt_tokens: int) -> Callable[[str], float]:
     """Load plain vLLM; the work is tokens per second of the core."""
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -65,7 +65,7 @@ def plain(folder: Path, *, num_sequences: int, num_tokens: int) -> Callable[[str
 
     def work(_: str) -> float:
         began = time.process_time()
-        for number, ids in enumerate(_prompts(num_sequences)):
+        for number, ids in enumerate(_prompts(num_sequences, num_prompt_tokens)):
             engine.add_request(f"{began}/{number}", {"prompt_token_ids": ids.tolist()}, sampling)
         while engine.has_unfinished_requests():
             engine.step()
@@ -74,7 +74,7 @@ def plain(folder: Path, *, num_sequences: int, num_tokens: int) -> Callable[[str
     return work
 
 
-def ours(folder: Path, *, num_sequences: int, num_tokens: int) -> Callable[[str], Any]:
+def ours(folder: Path, *, num_sequences: int, num_tokens: int, num_prompt_tokens: int) -> Callable[[str], Any]:
     """Load our engine; the work "decode" is the same through its own loop, "stage" is `_staging`."""
     from pipelinerl.engine.loop import EngineLoop
     from pipelinerl.engine.staging import StagingThread
@@ -100,7 +100,7 @@ def ours(folder: Path, *, num_sequences: int, num_tokens: int) -> Callable[[str]
         nonlocal num_rounds
         num_rounds += 1
         began = time.process_time()
-        for number, ids in enumerate(_prompts(num_sequences)):
+        for number, ids in enumerate(_prompts(num_sequences, num_prompt_tokens)):
             sampling = Sampling(max_tokens=num_tokens)
             loop.handle(Generate(rollout_id=f"{num_rounds}/{number}", attempt=0, token_ids=ids, sampling=sampling))
         while loop.has_work:
@@ -155,6 +155,6 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _prompts(count: int) -> list[np.ndarray]:
+def _prompts(count: int, num_tokens: int) -> list[np.ndarray]:
     chance = np.random.default_rng(time.time_ns())  # none is in the prefix cache
-    return [chance.integers(3, SMOLLM2_135M["vocab_size"], PROMPT_TOKENS, dtype=np.int32) for _ in range(count)]
+    return [chance.integers(3, SMOLLM2_135M["vocab_size"], num_tokens, dtype=np.int32) for _ in range(count)]

@@ -39,16 +39,17 @@ EQUAL_REWARD = 0.71
 """The part of groups whose rewards were all equal, in a run of SmolLM2-135M-Instruct on sums that learned."""
 
 
-def make_model(folder: Path) -> None:
-    """Write it, with a tokenizer of single characters."""
+def make_model(folder: str, num_layers: int) -> None:
+    """Write it, with a tokenizer of single characters; with fewer layers it is quicker, and its embeddings weigh more."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.tiny_models import make_tokenizer
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMOLLM2_135M)).save_pretrained(folder)
-    make_tokenizer(folder)
+    shape: dict[str, Any] = SMOLLM2_135M | {"num_hidden_layers": num_layers}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
+    make_tokenizer(Path(folder))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,24 @@
-"""The run's part of `real`: from the command to the first trained step, process by process, and how long the engine idles."""
+"""The run's parts of `real`: from the command to the first trained step, process by process, and how long the engine idles."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import psutil
-
+from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.observe.fold.rows import StartUpRow, StepRow
+from pipelinerl.observe.report.reading import Tables, read_tables
 from scripts.bench.demo_runs import lines_of
 
-LOOK_EVERY_S = 0.05
-ROLES = {"orchestrator": "orchestrator", "pipelinerl.engine": "engines", "pipelinerl.rewards": "scorer-0", "trainer": "trainer"}
-"""Names of processes, by the module that Python is told to run."""
-READY = {
-    "engines": ("engine-0", "choice"),
-    "trainer": ("trainer-0", "span"),
-    "scorer-0": ("scorer-0", "load"),
-    "orchestrator": ("orchestrator", "run"),
-}
-"""The journal and the kind of the line that a process first writes when it is ready."""
+LOOK_EVERY_S = 0.1
+T = TypeVar("T")
 
 
 def prompts() -> Iterator[dict[str, str]]:
@@ -41,8 +34,8 @@ def reward(completion: str) -> float:
     return float(len(completion) % 2)
 
 
-def settings(folder: Path, model: Path, *, num_steps: int) -> Path:
-    """Write the run of a 135 M model on two cores."""
+def settings(folder: Path, model: Path, *, num_steps: int, max_running: int = 32) -> Path:
+    """Write the run of a 135 M model on two cores. With few sequences at once the engine is the limit, else the trainer."""
     module = Path(__file__).resolve()
     path = folder / "real.toml"
     path.write_text(
@@ -62,7 +55,7 @@ max_tokens = 16
 [[reward]]
 function = "{module}:reward"
 [engine]
-max_running = 32
+max_running = {max_running}
 cores = [0]
 [batch]
 groups_per_step = 2
@@ -78,82 +71,89 @@ cores = [1]
     return path
 
 
-def start(command: list[str], *, folder: Path, deadline_s: float) -> dict[str, Any]:
-    """Run a command until its first step is trained, then end it: seconds to that step, and the timeline of every process."""
-    began = time.time()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    seen: dict[str, dict[str, float]] = {}
-    try:
-        while time.time() < began + deadline_s and child.poll() is None:
-            _look(child.pid, seen, began=began)
-            if first := _first_step(folder, began):
-                return {"first_step_s": first[0] - began, "processes": _timeline(seen, first[1], began=began)}
-            time.sleep(LOOK_EVERY_S)
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGINT)
-            time.sleep(1.0)
-        for process in [*psutil.Process(child.pid).children(recursive=True)] if child.poll() is None else []:
-            process.kill()
-        if child.poll() is None:
-            child.kill()
-        child.wait()
-    raise SystemExit(
-        f"no step was trained within {deadline_s:g} s by {' '.join(command)}: {child.stderr.read()[-2000:] if child.stderr else ''}"
-    )
+def prepare_demo(folder: str) -> str:
+    """Make the demo's model and settings, and return the path of these."""
+    path = demo_config(folder=Path(folder), seed=0)
+    make_demo_model(Path(folder) / "demo-model", seed=0)
+    return str(path)
 
 
 def command_of_run(path: Path) -> list[str]:
     return [str(Path(sys.executable).with_name("pipelinerl")), "run", str(path)]
 
 
-def _look(parent: int, seen: dict[str, dict[str, float]], *, began: float) -> None:
+def command_of_demo(folder: Path, *, warm_start_steps: int) -> list[str]:
+    program = str(Path(sys.executable).with_name("pipelinerl"))
+    return [program, "demo", "--folder", str(folder / "demo"), f"sft.steps={warm_start_steps}"]
+
+
+def start(command: list[str], *, folder: Path, deadline_s: float) -> dict[str, Any]:
+    """Run a command until its first step is trained, then end it: seconds to that step, and the parts of the start.
+
+    They count from where the launcher's do: the command's begin, or, of the demo, the end of its warm start.
+    """
+
+    def look(tables: Tables) -> dict[str, Any] | None:
+        if not tables.steps or not tables.start_up:
+            return None
+        began = min(row.start for row in tables.start_up if row.process == "launcher")
+        return {"first_step_s": tables.steps[0].t - began, "processes": [*_timeline(tables.start_up, began), *_last(tables, began)]}
+
+    return _until(look, command, folder=folder, deadline_s=deadline_s)
+
+
+def idle(command: list[str], *, folder: Path, steps: range, deadline_s: float) -> dict[str, float]:
+    """Run a command through these steps, then end it: the parts of that time in which engine and trainer had nothing to do."""
+
+    def look(tables: Tables) -> dict[str, float] | None:
+        by_number = {row.step: row for row in tables.steps}
+        if steps[-1] not in by_number:
+            return None
+        return _idle(lines_of(tables.folder), by_number[steps[0]], by_number[steps[-1]])
+
+    return _until(look, command, folder=folder, deadline_s=deadline_s)
+
+
+def _idle(lines: Mapping[str, list[dict[str, Any]]], first: StepRow, last: StepRow) -> dict[str, float]:
+    loads = [line for line in lines["load"] if line["process"] == "engine-0" and first.t <= line["t"] <= last.t]
+    took_s = loads[-1]["t"] - loads[0]["t"]
+    waits = [line for line in lines["span"] if line["process"] == "trainer-0" and line["name"] == "wait"]
+    waited_s = sum(max(0.0, min(line["end"], last.t) - max(line["start"], first.t)) for line in waits)
+    return {
+        "engine without a sequence": (loads[-1]["idle_s"] - loads[0]["idle_s"]) / took_s,
+        "trainer without a row": waited_s / (last.t - first.t),
+    }
+
+
+def _timeline(rows: tuple[StartUpRow, ...], began: float) -> list[dict[str, Any]]:
+    return [{"what": f"{row.process} {row.what}", "from s": row.start - began, "seconds": row.end - row.start} for row in rows]
+
+
+def _last(tables: Tables, began: float) -> list[dict[str, Any]]:
+    end, first = max(row.end for row in tables.start_up), tables.steps[0].t
+    return [{"what": "first step: generated, scored and trained", "from s": end - began, "seconds": first - end}]
+
+
+def _until(look: Callable[[Tables], T | None], command: list[str], *, folder: Path, deadline_s: float) -> T:
+    """Run a command until `look` finds in the run's journals what it looks for, then end it, and return that."""
+    known = set(folder.glob("**/journal"))
+    began = time.monotonic()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        processes = [psutil.Process(parent), *psutil.Process(parent).children(recursive=True)]
-    except psutil.Error:
-        return
-    for process in processes:
-        try:
-            line, used = process.cmdline(), process.cpu_times()
-            name = _name(line, is_parent=process.pid == parent)
-            if name == "engines" and process.parent() is not None and process.ppid() != parent:
-                name = "engine-0 (forked)"
-            known = seen.setdefault(f"{name}", {"began": process.create_time() - began, "cpu": 0.0})
-            known["cpu"] = max(known["cpu"], used.user + used.system)
-        except psutil.Error:
-            continue
+        while time.monotonic() < began + deadline_s and child.poll() is None:
+            for journal in set(folder.glob("**/journal")) - known:
+                if _has_step(journal) and (found := look(read_tables(journal.parent))) is not None:
+                    return found
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        for _ in range(2):  # asked once it saves, asked twice it ends all
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGINT)
+            time.sleep(0.5)
+        _, told = child.communicate()
+    raise SystemExit(f"{' '.join(command)} did not come far enough within {deadline_s:g} s: {told[-2000:]}")
 
 
-def _name(line: list[str], *, is_parent: bool) -> str:
-    if is_parent:
-        return "pipelinerl (launcher)"
-    module = line[line.index("-m") + 1] if "-m" in line else line[-1] if line else "?"
-    return ROLES.get(module, module)
-
-
-def _first_step(folder: Path, began: float) -> tuple[float, Path] | None:
-    """When the first step of a run begun since was booked, and its folder."""
-    for journal in folder.glob("*/journal/orchestrator.jsonl"):
-        if journal.stat().st_mtime < began:
-            continue
-        for text in journal.read_text().splitlines():
-            if '"step"' in text and (line := _line(text)).get("kind") == "step" and line["t"] > began:
-                return line["t"], journal.parents[1]
-    return None
-
-
-def _line(text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}  # half written
-
-
-def _timeline(seen: dict[str, dict[str, float]], run_folder: Path, *, began: float) -> list[dict[str, Any]]:
-    lines = lines_of(run_folder)
-    rows = []
-    for name, known in sorted(seen.items(), key=lambda item: item[1]["began"]):
-        process, kind = READY.get("engines" if name.startswith("engine") else name, ("", ""))
-        ready = [line.get("start", line["t"]) for line in lines.get(kind, ()) if line.get("process") == process]
-        rows.append({"process": name, "began s": known["began"], "ready s": min(ready) - began if ready else "", "cpu s": known["cpu"]})
-    return rows
+def _has_step(journal: Path) -> bool:
+    path = journal / "orchestrator.jsonl"
+    return path.exists() and b'"kind": "step"' in path.read_bytes()

@@ -50,7 +50,7 @@ def measure(arguments: Any) -> harness.Measured:
     from pipelinerl.engine.environment import set_environment
 
     set_environment()
-    from pipelinerl.engine.vllm.engine import import_everything
+    from pipelinerl.engine.vllm.imports import import_everything
 
     import_everything()
     shutil.rmtree(FOLDER, ignore_errors=True)

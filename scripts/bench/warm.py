@@ -25,7 +25,7 @@ def import_roles() -> None:
     from pipelinerl.engine.environment import set_environment
 
     set_environment()
-    from pipelinerl.engine.vllm.engine import import_everything
+    from pipelinerl.engine.vllm.imports import import_everything
 
     import_everything()
     for module in ("transformers.models.qwen3.modeling_qwen3", "orchestrator.__main__", "trainer.loop"):

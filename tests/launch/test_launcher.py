@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import Config, TrainerSection
+from pipelinerl.config import Config, EngineSection, TrainerSection
 from pipelinerl.config.file import load_run, parse
 from pipelinerl.errors import LeaseError, PeerGone
 from pipelinerl.launch import launcher as launching
@@ -23,6 +23,7 @@ from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime import restarts
+from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import held
 from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.transport.keys import read_keys
@@ -78,6 +79,39 @@ def test_a_run_in_which_all_end_well_ends_well_and_each_has_its_log(folder: Path
     run(folder, orchestrator="print('finished: 3 trained')", engines="import sys; print('bye', file=sys.stderr)")
     assert (folder / "logs" / "orchestrator.log").read_text() == "finished: 3 trained\n"
     assert (folder / "logs" / "engines.log").read_text() == "bye\n"
+
+
+def test_a_role_that_began_early_is_that_process_and_is_started_again_as_any_other(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    (folder / "program.py").write_text(
+        "import os, signal, sys\n"
+        "from pipelinerl.runtime import early\n"
+        "begun = 'early' if '--early' in sys.argv else 'late'\n"
+        "path = early.arguments(lambda settings: None)[0]\n"
+        "open(path, 'a').write(f'{begun}\\n')\n"
+        "if begun == 'early': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    waits = role(
+        "orchestrator", "import pathlib, time\nwhile 'late' not in pathlib.Path(folder, 'said').read_text(): time.sleep(0.01)", folder
+    )
+    (folder / "said").touch()
+    engines = Role(name="engines", command=(sys.executable, "-m", "program", str(folder / "said")), begins_early=True)
+    with EarlyProcesses() as early:
+        early.start(engines.program, settings="{}")
+        restarts = Restarts(budget=1, first_wait_s=0.01)
+        asyncio.run(Launcher((waits, engines), folder, restarts=restarts, early=early).run())
+    assert (folder / "said").read_text() == "early\nlate\n"
+
+
+def test_only_what_imports_for_long_begins_early(tmp_path: Path):
+    several = settings(tmp_path)
+    assert [role.name for role in roles_of(several, tmp_path) if role.begins_early] == ["engines"], (
+        "ranks have a parent that imports little"
+    )
+    alone = several.model_copy(update={"trainer": TrainerSection.model_validate({"ranks": 1})})
+    assert [role.name for role in roles_of(alone, tmp_path) if role.begins_early] == ["engines", "trainer"]
+    fake = alone.model_copy(update={"engine": EngineSection.model_validate({"kind": "fake"})})
+    assert [role.name for role in roles_of(fake, tmp_path) if role.begins_early] == ["trainer"]
 
 
 def test_a_role_that_fails_ends_the_others_and_its_own_words_are_told(folder: Path):

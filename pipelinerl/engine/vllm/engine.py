@@ -38,6 +38,7 @@ from pipelinerl.engine.vllm.experts import device_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies
+from pipelinerl.engine.vllm.registry import register_model
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
@@ -321,19 +322,6 @@ class VllmEngine:
         return self._worker.model_runner
 
 
-def import_everything() -> None:
-    """Import what an engine will need, the worker and common model families included, so that every fork of this process has it."""
-    import vllm.model_executor.models.llama
-    import vllm.model_executor.models.qwen2
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.core.sched.scheduler
-    import vllm.v1.executor.uniproc_executor
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        import vllm.v1.worker.cpu_worker  # noqa: F401
-
-
 def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, options: dict[str, Any]) -> LLMEngine:
     on_cpu = not torch.cuda.is_available()
     options = {
@@ -353,6 +341,7 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         **engine.options,
     }
     try:
+        register_model(Path(model.path))
         start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         config = EngineArgs(**options).create_engine_config()
         if start_method is not None:  # on CPUs vLLM sets another

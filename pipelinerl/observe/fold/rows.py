@@ -250,6 +250,18 @@ class EndRow:
     elapsed_s: float | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartUpRow:
+    """A part of a process's start, or, of the orchestrator, of the whole run's."""
+
+    process: str = "?"
+    what: str = ""
+    start: float = 0.0
+    """Unix seconds."""
+    end: float = 0.0
+    """Unix seconds."""
+
+
 R = TypeVar("R")
 Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow
 

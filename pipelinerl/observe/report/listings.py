@@ -94,6 +94,30 @@ def outcomes(numbers: Headline) -> list[Table]:
     ]
 
 
+def start_up(tables: Tables) -> Table:
+    """Where the seconds went until the first step was trained, process by process; those of the launcher count from its command."""
+    rows = tables.start_up
+    begins = [row.start for row in rows if row.process == "launcher"] or [row.start for row in rows]
+    began = min(begins, default=0.0)
+    first = min((step.t for step in tables.steps), default=None)
+    shown = [(row.process, row.what, row.start, row.end) for row in rows]
+    if first is not None and rows:
+        shown.append(("all", "generate, score and train the first step", max(row.end for row in rows), first))
+    whole_s = max((end for *_, end in shown), default=0.0) - began
+    return Table(
+        name="start-up",
+        headings=("process", "what it did", "from", "until", "took", ""),
+        kinds=("name", "name", "number", "number", "number", "bar"),
+        rows=[
+            (process, what, seconds(start - began), seconds(end - began), seconds(end - start), min(1.0, (end - start) / whole_s))
+            for process, what, start, end in shown
+            if whole_s > 0
+        ],
+        title="Start-up" + (f": {seconds(first - began)} from the command to the first trained step" if first is not None else ""),
+        note="Seconds from the command. What several processes did at the same time counts once.",
+    )
+
+
 def learning(tables: Tables) -> Table:
     """The figures that the alarms of learning are told from, at the run's start and at its end."""
     rows = []

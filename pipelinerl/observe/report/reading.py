@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ from pipelinerl.errors import DataError
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.fold import rows
 from pipelinerl.observe.fold.followed import read_failures
-from pipelinerl.observe.fold.rows import Alarm, EndRow, EvaluationRow, Failure, FunctionErrorRow, RunRow, StatusRow, StepRow, SwapRow
+from pipelinerl.observe.fold.rows import (
+    Alarm,
+    EndRow,
+    EvaluationRow,
+    Failure,
+    FunctionErrorRow,
+    RunRow,
+    StartUpRow,
+    StatusRow,
+    StepRow,
+    SwapRow,
+)
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.fold.thinned import Thinned
 from pipelinerl.observe.lines import JournalTail
@@ -51,6 +63,8 @@ class Tables:
     """Those that were raised and ended."""
     function_errors: tuple[FunctionErrorRow, ...] = ()
     """Failures of users' functions by cause, over all starts of the run, the commonest first."""
+    start_up: tuple[StartUpRow, ...] = ()
+    """What processes did until the first step was trained, by when they began with it."""
     num_unreadable: int = 0
     whole_from: float = 0.0
     """Unix seconds from which on every span is as it was written; before, they are summed by the minute."""
@@ -90,6 +104,7 @@ def read_tables(run_folder: Path) -> Tables:
     steps: dict[int, StepRow] = {}
     swaps: list[SwapRow] = []
     evaluations: list[EvaluationRow] = []
+    start_up: list[StartUpRow] = []
     whole_from = 0.0
     for line in tail.new_lines():
         if line["kind"] == "status":  # most lines are of this kind, and few of them stay: those are typed in the end
@@ -98,6 +113,8 @@ def read_tables(run_folder: Path) -> Tables:
             continue
         if line["kind"] == "work":
             whole_from = max(whole_from, rows.number(line.get("end")) or 0.0)
+        if line["kind"] == "startup":
+            start_up.append(rows.read(StartUpRow, line))
         match state.fold(line):
             case RunRow() as row:
                 learning = learning or _learning(row)
@@ -126,9 +143,17 @@ def read_tables(run_folder: Path) -> Tables:
         alarms=tuple(learning.active.values()),
         past_alarms=tuple(alarm for alarm in learning.raised if alarm not in learning.active.values()),
         function_errors=tuple(state.errors.rows()),
+        start_up=_until_first_step(start_up, steps),
         num_unreadable=tail.num_unreadable,
         whole_from=whole_from,
     )
+
+
+def _until_first_step(start_up: Iterable[StartUpRow], steps: Mapping[int, StepRow]) -> tuple[StartUpRow, ...]:
+    """Of processes that were started again the last time before the first step; what they did after it held no first step up."""
+    end = min((step.t for step in steps.values()), default=math.inf)
+    last = {(row.process, row.what): row for row in sorted(start_up, key=lambda row: row.end) if row.end <= end}
+    return tuple(sorted(last.values(), key=lambda row: row.start))
 
 
 def _learning(run: RunRow) -> Alarms:
