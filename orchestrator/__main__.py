@@ -21,7 +21,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import load_tokenizer
-from pipelinerl.messages import FromEngine, FromScorer, FromTrainer
+from pipelinerl.messages import FromEngine, FromGateway, FromScorer, FromTrainer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.lease import fence_of
@@ -51,6 +51,8 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
         ZmqHub(run_folder, "scorer", accepts=FromScorer, interface=address),
         ZmqHub(run_folder, "trainer", accepts=FromTrainer, interface=address),
     ]
+    if config.gateway is not None:
+        hubs.append(ZmqHub(run_folder, "gateway", accepts=FromGateway, interface=address))
     journal = Journal(run_folder, "orchestrator")
     ledger = Ledger(run_folder / "ledger.sqlite", keep_groups=config.run.record_groups, fence=fence_of(run_folder, os.environ))
     try:
@@ -78,6 +80,7 @@ async def _run(config: Config, run_folder: Path, *, address: str) -> RunResult:
                 engine_hub=hubs[0],
                 scorer_hub=hubs[1],
                 trainer_hub=hubs[2],
+                gateway_hub=hubs[3] if config.gateway is not None else None,
                 source=source,
                 held_out=held_out,
                 stop_token_ids=stop_tokens.ids,

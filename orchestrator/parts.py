@@ -18,6 +18,7 @@ from orchestrator.observe.function_errors import FunctionErrors
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.adaptive_concurrency import adapt_concurrency
 from orchestrator.peers.engines import Engines
+from orchestrator.peers.gateway import Gateway
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
@@ -53,6 +54,8 @@ class Dependencies:
     engine_hub: Hub
     scorer_hub: Hub
     trainer_hub: Hub
+    gateway_hub: Hub | None = None
+    """None in a run without a gateway."""
     source: Source
     held_out: list[Prompt]
     stop_token_ids: tuple[int, ...] = ()
@@ -108,7 +111,8 @@ class Parts:
         num_admitted = (self.schedule.max_staleness + 1) * config.batch.groups_per_step * self.num_siblings  # `rules.admission`
         num_evaluated = len(given.held_out) * config.evaluation.samples
         # Not `max_running`: episodes go on, and what was lost is asked for again, above it.
-        max_outstanding = num_admitted + num_evaluated
+        num_turns = 0 if config.gateway is None else config.gateway.max_episodes * config.gateway.max_parallel
+        max_outstanding = num_admitted + num_evaluated + num_turns
         self.announcement_check = (
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
@@ -149,7 +153,7 @@ class Parts:
             silent_after_s=config.trainer.silent_after_s,
             failure_ends_run=True,
         )
-        self.peers = (self.engines.peers, scorers, self.trainer)
+        self.peers = (self.engines.peers, scorers, self.trainer, *self._connect_gateway())
         if config.pipeline.adaptive_concurrency:
             adapt_concurrency(
                 self.admission,
@@ -159,6 +163,17 @@ class Parts:
                 credits=self.credits,
                 journal=given.journal,
             )
+
+    def _connect_gateway(self) -> tuple[Peers, ...]:
+        self.gateway: Gateway | None = None
+        """The process that speaks for agents outside of the run, in a run that has one."""
+        section = self.config.gateway
+        if section is None or self.given.gateway_hub is None:
+            return ()
+        ready_s = self.config.engine.ready_deadline_s
+        peers = self._peers(self.given.gateway_hub, "gateway", 1, ready_s, silent_after_s=section.silent_after_s)
+        self.gateway = Gateway(peers)
+        return (peers,)
 
     def _peers(self, hub: Hub, role: str, expected: int, ready_deadline_s: float, **options: Any) -> Peers:
         replace = self.given.replace

@@ -4,8 +4,9 @@
                  |  ^          |  ^                   |  ^          |  ^
                 engines      scorers                 trainer       engines
 
-A run with an environment has the stage `environment` beside generation, one with a process reward model has `prm` around scoring, and one
-whose rewards compare siblings has `group_rewards` after it. `orchestrator.parts` makes what stages share, `orchestrator.run` runs them.
+A run with an environment has the stage `environment` beside generation, one with a gateway has `leasing` there, one with a process reward
+model has `prm` around scoring, and one whose rewards compare siblings has `group_rewards` after it. `orchestrator.parts` makes what stages
+share, `orchestrator.run` runs them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from collections.abc import Iterator
 
 from orchestrator.channels import make_channels
 from orchestrator.parts import Parts
+from orchestrator.peers.gateway import Gateway
 from orchestrator.recovery.open_steps import OpenSteps
 from orchestrator.rules.batch import BatchCut
+from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.generation import Generation
 from orchestrator.stages.group_rewards import GroupRewards
+from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prm import PrmScoring, early_stopping
 from orchestrator.stages.prompts import Prompts
 from orchestrator.stages.scoring import Scoring
@@ -84,6 +88,7 @@ class Pipeline:
                 decisions=past.early_stops,
             )
         )
+        self.leasing = None if parts.gateway is None else self._leasing(parts, parts.gateway)
         if self.prm is not None:
             parts.engines.requests.on_tokens(self.prm.take)
         yield Prompts(source=parts.given.source, prompts=channels.prompts)
@@ -103,11 +108,19 @@ class Pipeline:
             backpressure=self.prm.backpressure if self.prm else lambda: None,
             quarantine=parts.quarantine,
             environment=self.environment,
+            leasing=self.leasing,
             next_group_id=past.next_group_id,
             interrupted=past.interrupted,
         )
         yield self.environment
-        yield Scoring(trajectories=channels.trajectories, scored=channels.scored, scorers=parts.scorers, ledger=ledger)
+        yield self.leasing
+        yield Scoring(
+            trajectories=channels.trajectories,
+            scored=channels.scored,
+            scorers=parts.scorers,
+            ledger=ledger,
+            has_rewards=bool(config.reward),
+        )
         yield self.prm
         if config.compares_siblings:
             yield GroupRewards(
@@ -119,6 +132,21 @@ class Pipeline:
                 min_group_size=config.batch.min_group_size,
                 restored=parts.restored("group_rewards"),
             )
+
+    def _leasing(self, parts: Parts, gateway: Gateway) -> Leasing:
+        config, engines = parts.config, parts.engines
+        assert config.gateway is not None, "a gateway is connected only where its section is there"
+        turns = AgentTurns(
+            gateway=gateway,
+            engines=engines,
+            watch=parts.watch,
+            section=config.gateway,
+            sampling=parts.sampling(temperature=config.rollout.temperature),
+            max_context_tokens=min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens),
+            vocabulary=parts.given.vocabulary,
+        )
+        ledger, watch = parts.given.ledger, parts.watch
+        return Leasing(gateway=gateway, engines=engines, turns=turns, ledger=ledger, watch=watch, section=config.gateway)
 
     def _stages_of_steps(self, parts: Parts) -> Iterator[Stage]:
         config, given, past, channels = parts.config, parts.given, parts.past, self.channels

@@ -62,7 +62,7 @@ class Run:
             results=list(parts.past.evaluations),
             on_evaluated=parts.progress.evaluated,
         )
-        prm, environment = self._pipeline.prm, self._pipeline.environment
+        prm, environment, leasing = self._pipeline.prm, self._pipeline.environment, self._pipeline.leasing
         self._status = Status(
             journal=given.journal,
             ledger=given.ledger,
@@ -77,6 +77,7 @@ class Run:
             num_booked=lambda: self._pipeline.training.steps.num_booked,
             prm=prm.gauges if prm else lambda: None,
             environment=environment.gauges if environment else lambda: None,
+            gateway=leasing.gauges if leasing else lambda: None,
         )
         parts.progress.on_alarm = self._hear
 
@@ -126,6 +127,7 @@ class Run:
             (parts.engines, "engines", "to load the model", engine.ready_deadline_s),
             (parts.scorers, "scorers", "to load the rewards", engine.ready_deadline_s),
             (parts.prm, "the process reward model", "to load", engine.ready_deadline_s),
+            (parts.gateway, "the gateway", "to listen", engine.ready_deadline_s),
             (session, "trainer", "to load the model", trainer.ready_deadline_s),
         ):
             if peers is not None:

@@ -26,6 +26,7 @@ SOCKETS = {
 ELSEWHERE = {
     "rendezvous store": "tests/trainer/test_rendezvous.py::test_ranks_of_two_machines_meet_by_a_store_that_answers_no_stranger",
     "NCCL": "",
+    "gateway": "tests/gateway/test_leases.py::test_a_wrong_token_an_old_one_and_that_of_another_episode_are_told_apart",
 }
 """What SECURITY.md names and the runs of `e2e/test_listeners.py` do not open: the test that sees it; none where that takes GPUs."""
 

@@ -15,7 +15,7 @@ from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import roles_of
 from pipelinerl.launch.run_folder import make_run_folder
-from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, ToEngine
+from pipelinerl.messages import FromEngine, FromGateway, FromScorer, FromTrainer, ToEngine
 from pipelinerl.observe.journal import Journal
 from pipelinerl.transport.keys import ROLES, read_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
@@ -120,7 +120,7 @@ def test_no_secret_key_stands_on_a_command_line_in_a_file_others_read_or_in_a_lo
 
     async def talk() -> None:
         with contextlib.ExitStack() as stack:
-            for role, accepts in zip(ROLES, (FromEngine, FromScorer, FromTrainer), strict=True):
+            for role, accepts in zip(ROLES, (FromEngine, FromScorer, FromTrainer, FromGateway), strict=True):
                 stack.enter_context(contextlib.closing(ZmqHub(folder, role, accepts=accepts)))
             link = stack.enter_context(contextlib.closing(ZmqLink(folder, "engine", 0, accepts=ToEngine)))
             journal = stack.enter_context(contextlib.closing(Journal(folder, "orchestrator")))

@@ -136,19 +136,19 @@ class Ledger:
                 self.record("admitted", now_s=now_s, rollout_id=rollout_id, group_id=group_id, prompt_id=prompt.prompt_id)
         return rollout_ids
 
-    def issue(self, rollout_id: str, *, attempt: int, engine_id: int, version: int, now_s: float) -> None:
-        """Note that an attempt is sent to an engine that samples under `version`."""
+    def issue(self, rollout_id: str, *, attempt: int, engine_id: int | None, version: int, now_s: float) -> None:
+        """Note that an attempt is sent to an engine that samples under `version`; None: it is lent to an agent."""
         with self.transaction():
-            self.record("issued", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", version=version)
+            self.record("issued", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=_peer(engine_id), version=version)
             self._rollouts.issue(rollout_id, attempt=attempt, version=version)
 
     def reattach(self, rollout_id: str, *, attempt: int, engine_id: int, now_s: float) -> None:
         """Note that an attempt from before the restart is still in its engine, and that its answer is awaited."""
         self.record("reattached", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}")
 
-    def lose(self, rollout_id: str, *, attempt: int, engine_id: int, reason: str, now_s: float) -> None:
-        """Note that an attempt will not be answered, or that its answer is impossible (`refused: <kind>`)."""
-        self.record("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}", reason=reason)
+    def lose(self, rollout_id: str, *, attempt: int, engine_id: int | None, reason: str, now_s: float) -> None:
+        """Note that an attempt will not be answered, or that its answer is impossible (`refused: <kind>`); None: its agent has failed."""
+        self.record("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=_peer(engine_id), reason=reason)
 
     def record_early_stop(self, rollout_id: str, *, attempt: int, decision: EarlyStopDecision, now_s: float) -> None:
         """Note an early-stop decision about an attempt that is being written."""
@@ -387,6 +387,10 @@ def count_death(deaths: dict[str, dict[str, int]], kind: str, *, peer: str, susp
         of_role[suspect] = of_role.get(suspect, 0) + 1
     else:
         of_role.pop(suspect, None)
+
+
+def _peer(engine_id: int | None) -> str:
+    return "gateway-0" if engine_id is None else f"engine-{engine_id}"
 
 
 def _without_prompt(scored: ScoredTrajectory) -> ScoredTrajectory:

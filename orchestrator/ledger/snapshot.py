@@ -225,7 +225,9 @@ def _scored(ledger: Ledger, where: str) -> tuple[ScoredTrajectory, ...]:
 
 
 def with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
-    """Return a recorded trajectory with the prompt of its group, which is recorded apart from it."""
+    """Return a recorded trajectory with the prompt of its group, which is recorded apart from it; an agent begins in tokens of its own."""
+    if (lent := scored.trajectory.lent) is not None:
+        prompt = msgspec.structs.replace(prompt, token_ids=lent.prompt_token_ids)
     return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=prompt))
 
 

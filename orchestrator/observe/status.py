@@ -43,6 +43,8 @@ class Status:
     """The callback returns the gauges of the process reward model; None in a run without one."""
     environment: Callable[[], dict[str, Any] | None] = lambda: None
     """The callback returns the gauges of the environment; None in a run without one."""
+    gateway: Callable[[], dict[str, Any] | None] = lambda: None
+    """The callback returns the gauges of the gateway and its leases; None in a run without one."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -72,6 +74,7 @@ class Status:
             "scorers": [_plain(scorer.load) for scorer in self.scorers if scorer.load],
             "prm": self.prm(),
             "environment": self.environment(),
+            "gateway": self.gateway(),
             "queues": {
                 channel.name: {
                     "items": len(channel),

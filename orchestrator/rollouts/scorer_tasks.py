@@ -69,6 +69,26 @@ def failed_score(trajectory: Trajectory) -> Score | None:
     )
 
 
+def posted_score(trajectory: Trajectory) -> Score | None:
+    """Return the score that an agent has posted itself; None where the run's functions are to score the trajectory."""
+    if trajectory.lent is None or (reward := trajectory.lent.reward) is None:
+        return None
+    return Score(
+        rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.OK, reward=reward, components={"agent": reward}
+    )
+
+
+def unscored(trajectory: Trajectory) -> Score:
+    """Return the score of a trajectory that an agent has finished without a reward, in a run without a function that could make one."""
+    return Score(
+        rollout_id=trajectory.rollout_id,
+        attempt=trajectory.attempt,
+        outcome=Outcome.INVALID,
+        reward=None,
+        error="the agent posted no reward, and the config names no [[reward]] that could score it",
+    )
+
+
 def _task(kind: RequestKind, trajectories: Sequence[Trajectory]) -> ScorerTask:
     first = trajectories[0]
     return ScorerTask(

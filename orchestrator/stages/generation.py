@@ -17,6 +17,7 @@ from orchestrator.rollouts.rollout import LOST_ENVIRONMENT, Rollout, unanswered
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.environment import EnvironmentStage
+from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.messages import Completion, Generate, Prompt, Result, Sampling, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
@@ -62,6 +63,8 @@ class Generation:
     """The callback names what admission has to wait for, or returns None."""
     quarantine: Quarantine
     environment: EnvironmentStage | None = None
+    leasing: Leasing | None = None
+    """The stage that has agents outside of the run play the rollouts; None where engines are asked for them here."""
     next_group_id: int = 0
     interrupted: tuple[InterruptedGroup, ...] = ()
     """Groups of a run that goes on; they are issued before anything new, as far as no engine still has them."""
@@ -79,7 +82,11 @@ class Generation:
         for group in self.interrupted:
             for one in group.rollouts:
                 rollout = self._begin(group.group_id, group.prompt, one.rollout_id, sibling=one.sibling, version=one.version)
-                self._start(dataclasses.replace(rollout, attempt=one.attempt))
+                again = dataclasses.replace(rollout, attempt=one.attempt)
+                if self.leasing is None:
+                    self._start(again)
+                else:
+                    self.leasing.offer(again, then=self._pass_on)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -119,7 +126,7 @@ class Generation:
             or self.backpressure()
             or self.admission.holds_back(
                 version=version,
-                num_generating=len(self.engines.requests),
+                num_generating=len(self.engines.requests) if self.leasing is None else self.leasing.num_out,
                 engines_are_current=self.engines.all_hold(self.admission.version),
             )
         )
@@ -138,7 +145,9 @@ class Generation:
         version = self.engines[engine_id].version
         for sibling, name in enumerate(names):
             rollout = self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version)
-            if rollout.is_stateful:
+            if self.leasing is not None:
+                self.leasing.offer(rollout, then=self._pass_on)
+            elif rollout.is_stateful:
                 self._start(rollout)
             else:
                 self.ask(rollout, engine_id)
@@ -225,12 +234,14 @@ class Generation:
     # --- towards scoring ---
 
     def finish(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
-        """Record an answer and pass it on: it must be in the ledger before anything that it makes room for."""
+        """Pass an answer on."""
         if self.environment is not None:
             self.environment.end(rollout.rollout_id)
-        now_s = _now_s()
-        trajectory = rollout.trajectory(completion, engine_id=engine_id, finished_at=now_s)
-        self.ledger.record_completion(trajectory, now_s=now_s)
+        self._pass_on(rollout.trajectory(completion, engine_id=engine_id, finished_at=_now_s()))
+
+    def _pass_on(self, trajectory: Trajectory) -> None:
+        """Record a trajectory and pass it on: it must be in the ledger before anything that it makes room for."""
+        self.ledger.record_completion(trajectory, now_s=_now_s())
         self.completions.put_now(trajectory)  # bounded: `full` holds back requests, and each trajectory answers one
 
     async def _collect(self) -> None:

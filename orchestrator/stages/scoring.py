@@ -7,7 +7,7 @@ import dataclasses
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rollouts.scorer_tasks import failed_score, reward_task, score_of
+from orchestrator.rollouts.scorer_tasks import failed_score, posted_score, reward_task, score_of, unscored
 from pipelinerl.messages import ScoredTrajectory, Trajectory
 from pipelinerl.runtime.stage import Channel
 
@@ -30,6 +30,8 @@ class Scoring:
     scored: Channel[ScoredTrajectory]
     scorers: Scorers
     ledger: Ledger
+    has_rewards: bool = True
+    """False in a run whose agents post every reward."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -38,7 +40,11 @@ class Scoring:
                 group.create_task(self._score(trajectory))
 
     async def _score(self, trajectory: Trajectory) -> None:
-        score = failed_score(trajectory) or score_of(trajectory, await self.scorers.request(reward_task(trajectory), by=self.name))
+        score = failed_score(trajectory) or posted_score(trajectory)
+        if score is None and not self.has_rewards:
+            score = unscored(trajectory)
+        if score is None:
+            score = score_of(trajectory, await self.scorers.request(reward_task(trajectory), by=self.name))
         scored = ScoredTrajectory(trajectory=trajectory, score=score)
         self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
         self.scored.put_claimed(scored)

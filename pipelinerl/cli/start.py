@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role, roles_of
-from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.launch.run_folder import GATEWAY_FILE, make_run_folder
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease, held
+from pipelinerl.runtime.watch import FILE_POLL_S
 
 
 def train(
@@ -122,6 +124,7 @@ async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease, 
     if not console.is_terminal:
         console.print(f"starting {', '.join(role.name for role in roles)}; logs: {escape(str(run_folder / 'logs'))}", soft_wrap=True)
     async with asyncio.TaskGroup() as group:
+        agents = group.create_task(_tell_agents(run_folder)) if settings.gateway else None
         view = group.create_task(show(run_folder, console=console, until=until, began=time.time()))
         try:
             await launcher_of(settings, roles, run_folder, lease=lease, early=early).run()
@@ -129,7 +132,20 @@ async def _launch_and_show(settings: Config, run_folder: Path, *, lease: Lease, 
             failure = error
         else:
             failure = None
+        if agents is not None:
+            agents.cancel()
         until.set()
         await view
     if failure is not None:
         raise failure
+
+
+async def _tell_agents(run_folder: Path) -> None:
+    """Print what an agent needs to play the run's rollouts, once the gateway listens."""
+    path = run_folder / GATEWAY_FILE
+    while not path.exists():  # noqa: ASYNC110
+        await asyncio.sleep(FILE_POLL_S)  # a file tells nobody that it is there
+    listens = json.loads(path.read_text())
+    console.print("agents play this run's rollouts (docs/agents.md); they need:", highlight=False)
+    for name, value in (("PIPELINERL_GATEWAY", listens["address"]), ("PIPELINERL_GATEWAY_TOKEN", listens["token"])):
+        console.print(f"  export {name}={escape(value)}", highlight=False, soft_wrap=True)

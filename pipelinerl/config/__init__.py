@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from pipelinerl.config.base import Section as Section
+from pipelinerl.config.gateway import GatewaySection as GatewaySection
 from pipelinerl.config.scoring import EnvironmentSection as EnvironmentSection
 from pipelinerl.config.scoring import PrmJudgeSection as PrmJudgeSection
 from pipelinerl.config.scoring import PrmSection as PrmSection
@@ -52,6 +53,7 @@ class Config(Section):
     scorer: ScorerSection = ScorerSection()  # pyright: ignore[reportCallIssue]
     reward: tuple[RewardSection, ...] = ()
     environment: EnvironmentSection = EnvironmentSection()  # pyright: ignore[reportCallIssue]
+    gateway: GatewaySection | None = None
     prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]

@@ -113,7 +113,8 @@ def _missing_for_run(tree: dict[str, Any]) -> Iterator[str]:
     if isinstance(data, dict) and data.get("source") is None:
         yield f"data.source is missing: {known_keys()['data.source']}"
     environment = tree.get("environment", {})
-    if not tree.get("reward") and not (isinstance(environment, dict) and environment.get("cls")):  # which rewards turns itself
+    has_its_own = (isinstance(environment, dict) and environment.get("cls")) or "gateway" in tree
+    if not tree.get("reward") and not has_its_own:
         yield f"reward is missing: name a function in a [[reward]] section; function: {known_keys()['reward.function']}"
 
 
@@ -205,7 +206,8 @@ def _valid_sections(tree: dict[str, Any]) -> dict[str, Any]:
     valid = {}
     for name, field in Config.model_fields.items():
         with contextlib.suppress(pydantic.ValidationError):
-            valid[name] = pydantic.TypeAdapter[Any](field.annotation or Any).validate_python(tree.get(name, {}))
+            absent = {} if field.default is not None else None
+            valid[name] = pydantic.TypeAdapter[Any](field.annotation or Any).validate_python(tree.get(name, absent))
     return valid
 
 

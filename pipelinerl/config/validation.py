@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.layout import Schedule, nearest, problems_of
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
 from pipelinerl.config.sections import (
@@ -251,6 +252,29 @@ def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: M
         )
 
 
+def _agents_play_alone(
+    gateway: GatewaySection | None,
+    environment: EnvironmentSection,
+    prm: PrmSection,
+    model: ModelSection,
+    evaluation: EvaluationSection,
+    reward: tuple[RewardSection, ...],
+) -> Iterator[str]:
+    if gateway is None:
+        return
+    if environment.function is not None:
+        yield "gateway lends rollouts to agents, which bring their own world, and environment.function is another. Leave one of them out."
+    if prm.is_used:
+        yield "gateway lends rollouts to agents, and a process reward model (prm) follows completions of one turn. Leave one of them out."
+    if model.replay_routing:
+        yield "gateway lends episodes, and model.replay_routing = true needs the experts of every token. Leave one of them out."
+    if evaluation.source is not None and not reward:
+        yield (
+            "evaluation.source names held-out prompts, and no [[reward]] scores them: rewards that agents post are for what they played."
+            " Name a [[reward]], or leave evaluation.source out."
+        )
+
+
 def _stop_strings_go_with(rollout: RolloutSection, model: ModelSection) -> Iterator[str]:
     if rollout.stop and model.replay_routing:
         yield (
@@ -339,6 +363,7 @@ _CHECKS = (
     _teachers_are_named_once,
     _adapters_can_be_separate,
     _episodes_go_with,
+    _agents_play_alone,
     _rewards_are_functions_or_models,
     _steps_have_one_model,
     _fine_tuning_keeps_its_base,

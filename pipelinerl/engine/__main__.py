@@ -178,7 +178,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
                 choices=choices,
             )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
-    finder = finder_of(config.model.path) if config.rollout.stop else None
+    finder = finder_of(config.model.path) if config.rollout.stop or config.gateway is not None else None
     startup.write(journal := Journal(run_folder, f"engine-{engine_id}"))
     serve(engine, engine_id=engine_id, link=link, journal=journal, finder=finder)
 

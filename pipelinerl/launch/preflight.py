@@ -8,6 +8,7 @@ every demonstration beside RL: `look_apart` starts them, and `answer` is their m
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -61,6 +62,7 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
     servable = _raised_by(lambda: check_servable(config.model.path) if config.engine.kind == "vllm" else None)
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
     looks = [_model(config), servable, _folders(config), layout, _settings(config), _engine_options(config), trackers]
+    looks += [_raised_by(lambda: _gateway_packages(config))]
     if runs_here:
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
     if has_model and config.engine.kind == "vllm":
@@ -103,6 +105,13 @@ def _raised_by(check: Callable[[], None]) -> Iterator[Finding]:
     """Make a look of a check that raises its problem, for `collect` to catch."""
     check()
     yield from ()
+
+
+def _gateway_packages(config: Config) -> None:
+    """Raise `ConfigError` where the gateway's process could not import what it serves HTTP with."""
+    missing = [name for name in ("starlette", "uvicorn", "httptools", "uvloop") if importlib.util.find_spec(name) is None]
+    if config.gateway is not None and missing:
+        raise ConfigError(f"gateway: {', '.join(missing)} is not installed. pip install 'pipelinerl[gateway]'")
 
 
 def _model(config: Config) -> Iterator[Finding]:

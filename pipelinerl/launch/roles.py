@@ -46,6 +46,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
         ),
         Role(name="scorer-0", command=(python, "-m", "pipelinerl.rewards", *run, "--index", "0"), has_nothing_to_save=True),
         *([_prm_role(run)] if config.prm.is_used else []),
+        *([Role(name="gateway-0", command=(python, "-m", "pipelinerl.gateway", *run), has_nothing_to_save=True)] if config.gateway else []),
         *(
             Role(name=name, command=(python, "-m", program, *run, *part), begins_early=program == "trainer")
             for name, part in _parts("trainer", trainer_nodes)
@@ -74,4 +75,5 @@ def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
     num_scorers = 1 + config.prm.is_used
     counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
+    counts["gateway"] = int(config.gateway is not None)
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))

@@ -11,6 +11,9 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import peers_of
 from pipelinerl.transport.keys import make_keys
 
+GATEWAY_FILE = "gateway.json"
+"""In the run folder, for its owner only: where the gateway listens, and the token of the run; both stay when it starts again."""
+
 
 def make_run_folder(config: Config) -> Path:
     """Make `<run.folder>/<run.name>-<time>`, with the resolved config and fresh keys in it, readable by its owner only.

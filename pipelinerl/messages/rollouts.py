@@ -32,6 +32,19 @@ class TerminalStatus(enum.StrEnum):
     """The run ended, or it was withdrawn, before it was trained."""
 
 
+class Lent(Message, frozen=True):
+    """What only a rollout has that an agent outside of the run has played."""
+
+    prompt_token_ids: Int32
+    """[P] int32: what the agent began with, in place of the tokens that siblings of other runs share."""
+    reward: float | None = None
+    """The reward that the agent posted; None where the run's own functions score the rollout."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"Lent: reward {self.reward}, expected a finite one, or None")
+
+
 class Trajectory(Message, frozen=True):
     """A finished rollout: the whole token sequence as the engine saw and sampled it."""
 
@@ -64,6 +77,8 @@ class Trajectory(Message, frozen=True):
     """Outcome of its environment. Where that is not `OK`, `finish` is `ERROR`, and the rollout fails with this outcome."""
     recomputed: Recomputed = ()
     """The same as in `Completion`, counted over the tokens after the prompt."""
+    lent: Lent | None = None
+    """None where the run's own loop has played it."""
     is_greedy: bool = False
     """True where it was sampled at temperature 0 beside its siblings. It serves only for its reward, which is their baseline, and never
     trains."""

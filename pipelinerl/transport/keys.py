@@ -17,7 +17,7 @@ import zmq
 
 from pipelinerl.errors import ConfigError
 
-ROLES = ("engine", "scorer", "trainer")
+ROLES = ("engine", "scorer", "trainer", "gateway")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

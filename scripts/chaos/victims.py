@@ -11,6 +11,7 @@ from pipelinerl.runtime.process import ancestors
 _MODULES = {
     "orchestrator": "orchestrator",
     "pipelinerl.engine": "engine",
+    "pipelinerl.gateway": "gateway",
     "pipelinerl.rewards": "scorer",
     "pipelinerl.rewards.prm.process": "prm",
     "scripts.chaos.trainer": "trainer",

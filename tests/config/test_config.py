@@ -225,6 +225,21 @@ def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
     assert routes.startswith("environment.function makes episodes of several turns, and model.replay_routing = true needs the experts")
 
 
+def test_agents_bring_their_own_world_and_what_does_not_go_with_that_is_told():
+    sections = tree(
+        gateway={},
+        environment={"function": "game.py:reply"},
+        prm={"path": "m"},
+        model={"path": "m", "replay_routing": True},
+        evaluation={"source": "held_out.jsonl"},
+        reward=[],
+    )
+    found = [line for line in problems_of(sections) if "gateway lends" in line or "evaluation.source" in line]
+    assert len(found) == 4
+    assert parse(tree(gateway={}, reward=[]), origin="my.toml").gateway is not None, "agents may post every reward"
+    assert parse(tree(), origin="my.toml").gateway is None
+
+
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}}
     weights = {"transport": "nccl", "delta": True, "kv_max_staleness": 2, "adapters": "separate"}
@@ -449,6 +464,17 @@ KEYS = [
     "environment.concurrency",
     "environment.deadline_s",
     "environment.python",
+    "gateway.interface",
+    "gateway.port",
+    "gateway.deadline_s",
+    "gateway.max_attempts",
+    "gateway.agents_deadline_s",
+    "gateway.max_episodes",
+    "gateway.max_requests",
+    "gateway.max_parallel",
+    "gateway.max_messages",
+    "gateway.max_body_bytes",
+    "gateway.silent_after_s",
     "prm.path",
     "prm.convention",
     "prm.tag",

@@ -30,6 +30,7 @@ from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
     FromEngine,
+    FromGateway,
     FromScorer,
     FromTrainer,
     LayoutFixed,
@@ -42,6 +43,7 @@ from pipelinerl.messages import (
     Stop,
     TakeMicroBatch,
     ToEngine,
+    ToGateway,
     ToScorer,
     ToTrainer,
     TrainerReady,
@@ -50,7 +52,7 @@ from pipelinerl.messages import (
 from pipelinerl.observe.journal import Journal
 from pipelinerl.storage.checkpoint_folder import Manifest, name_of, set_aside, set_aside_before, write_manifest
 from pipelinerl.transport.base import Introduction
-from tests.sim import peers
+from tests.sim import agents, peers
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS, MemoryHub, MemoryLink, NetworkFaults
 from tests.sim.run import Prompts, mean_baseline
@@ -68,6 +70,7 @@ class Faults:
     engine_s: float = 0.0
     scorer_s: float = 0.0
     prm_s: float = 0.0
+    gateway_s: float = 0.0
     trainer_s: float = 0.0
     orchestrator_s: float = 0.0
     until_s: float = 60.0
@@ -205,7 +208,7 @@ class _Chaos:
         return Survived(ending=ending, checker=checker, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
 
     def _make_hubs(self) -> list[MemoryHub]:
-        return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer)]
+        return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer, FromGateway)]
 
     async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
         """One life of the orchestrator, which its peers outlive; None where it was killed."""
@@ -216,6 +219,7 @@ class _Chaos:
                 engine_hub=self.hubs[0],
                 scorer_hub=self.hubs[1],
                 trainer_hub=self.hubs[2],
+                gateway_hub=self.hubs[3],
                 source=Prompts(self.world.seed),
                 held_out=[],
                 group_advantages=self.group_advantages,
@@ -263,6 +267,14 @@ class _Chaos:
             connect=lambda name: self.hubs[2].connect(name, accepts=ToTrainer),
             serve=self._trainer,
         )
+        if self.settings.gateway is not None:
+            gateway = self._kept_alive(
+                "gateway-0",
+                every_s=self.faults.gateway_s,
+                connect=lambda name: self.hubs[3].connect(name, accepts=ToGateway),
+                serve=lambda link: agents.gateway(link, world=self.world),
+            )
+            return [*engines, scorer, gateway, trainer]
         if self.settings.prm.path is None:
             return [*engines, scorer, trainer]
         prm = self._kept_alive(

@@ -93,6 +93,12 @@ class World:
     """Of turns over which the process of an environment with state is lost."""
     bad_reply_fraction: float = 0.0
     """Of an environment's replies that are a timeout, after ten times as long, an error or invalid."""
+    think_s: float = 0.02
+    """What an agent outside of the run needs before a turn."""
+    vanish_fraction: float = 0.0
+    """Of turns before which an agent is not heard of any more."""
+    give_up_fraction: float = 0.0
+    """Of turns before which an agent gives its attempt up."""
     kv_tokens: int | None = None
     """Tokens that an engine's KV cache holds; None: as many as come."""
     prefill_s: float = 2e-5

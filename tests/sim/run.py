@@ -20,10 +20,21 @@ from orchestrator.rules.validation.completions import Experts
 from orchestrator.run import Run, RunResult
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse, write_run
-from pipelinerl.messages import FromEngine, FromScorer, FromTrainer, Prompt, ScoredTrajectory, ToEngine, ToScorer, ToTrainer
+from pipelinerl.messages import (
+    FromEngine,
+    FromGateway,
+    FromScorer,
+    FromTrainer,
+    Prompt,
+    ScoredTrajectory,
+    ToEngine,
+    ToGateway,
+    ToScorer,
+    ToTrainer,
+)
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
-from tests.sim import checker, peers
+from tests.sim import agents, checker, peers
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS, MemoryHub, NetworkFaults
 
@@ -84,6 +95,7 @@ class Cast:
     scorer: Callable[..., Coroutine[Any, Any, None]] = peers.scorer
     trainer: Callable[..., Coroutine[Any, Any, None]] = peers.trainer
     prm: Callable[..., Coroutine[Any, Any, None]] = peers.prm
+    gateway: Callable[..., Coroutine[Any, Any, None]] = agents.gateway
 
 
 class Prompts:
@@ -143,7 +155,7 @@ def run(settings: Config, *, folder: Path, **circumstances: Any) -> Simulated:
 
 
 async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simulated:
-    hubs = [MemoryHub(accepts=accepts, network=given.network) for accepts in (FromEngine, FromScorer, FromTrainer)]
+    hubs = [MemoryHub(accepts=accepts, network=given.network) for accepts in (FromEngine, FromScorer, FromTrainer, FromGateway)]
     record = peers.TrainerRecord()
     loop = asyncio.get_running_loop()
     path = folder / "ledger.sqlite" if given.is_recorded else None
@@ -156,6 +168,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
                 engine_hub=hubs[0],
                 scorer_hub=hubs[1],
                 trainer_hub=hubs[2],
+                gateway_hub=hubs[3],
                 source=given.source or Prompts(given.world.seed),
                 held_out=list(given.held_out),
                 stop_token_ids=given.stop_token_ids,
@@ -191,5 +204,7 @@ def _peers(
     yield cast.scorer(hubs[1].connect("scorer-0", accepts=ToScorer), num_slots=4, world=world)
     if settings.prm.path is not None:
         yield cast.prm(hubs[1].connect("scorer-1", accepts=ToScorer), world=world)
+    if settings.gateway is not None:
+        yield cast.gateway(hubs[3].connect("gateway-0", accepts=ToGateway), world=world)
     link = hubs[2].connect("trainer-0", accepts=ToTrainer)
     yield cast.trainer(link, num_steps=settings.trainer.steps, world=world, record=record)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import selectors
 import time
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ class RewardPools:
     ) -> None:
         """Take the `name` of the scorer, where its calls are counted, and the `gpus` that its reward models were dealt, in order."""
         specs = plan_pools(config.reward, config.scorer, config.environment)
-        self.num_slots = max(spec.num_slots for spec in specs)
+        self.num_slots = max((spec.num_slots for spec in specs), default=config.scorer.slots)
         """Number of requests that can run at once."""
         weights = reward_weights(config.reward)
         per_group = {name for spec in specs if spec.takes is RequestKind.GROUP_REWARD for name in spec.names}
@@ -148,7 +149,7 @@ class RewardPools:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a worker, the fork server or a descriptor of `wake_on` is readable, a deadline passes, or `timeout_s` is over."""
-        left_s = min(pool.wake_at() for pool in self._pools) - time.monotonic()
+        left_s = min((pool.wake_at() for pool in self._pools), default=math.inf) - time.monotonic()
         for key, events in self._selector.select(max(0.0, min(timeout_s, left_s))):
             if key.fileobj is self._sandbox:
                 self._has_ended = True

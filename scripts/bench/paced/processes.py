@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sqlite3
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipelinerl.config.file import load
@@ -56,22 +58,36 @@ def _add(found: harness.Measured, name: str, times: float, figures: harness.Row,
 def _measure(latency_s: float, *, is_inline: bool = False, seconds: float) -> harness.Row:
     """The steady state of one run: idle is a part of the engine's slots, lag from a last token to its score, median."""
     call_s, hold_s = (0.0, latency_s) if is_inline else (latency_s, 0.0)
+    overrides = [f"scorer.slots={max(2, round(1.6 * SLOTS / GENERATION_S * call_s))}", f"engine.max_running={SLOTS}"]
+    overrides += [f"pipeline.max_running={SLOTS if is_inline else SLOTS * 5 // 4}"]
+    with run_of(overrides, call_s=call_s, hold_s=hold_s, seconds=seconds) as run_folder:
+        return _read(run_folder, seconds=seconds)
+
+
+@contextlib.contextmanager
+def run_of(
+    overrides: Sequence[str],
+    *,
+    call_s: float = 0.0,
+    hold_s: float = 0.0,
+    seconds: float,
+    further: Callable[[Path], Sequence[Role]] = lambda _: (),
+) -> Iterator[Path]:
+    """Have a run go on for some seconds after its first step; yield its folder. `further` are processes of the bench's own, beside it."""
     with tempfile.TemporaryDirectory() as folder:
         settings = prepare(Path(folder))
         plugins = Path(__file__).with_name("rewards.py")
-        overrides = ["run.name=paced", "trainer.steps=100000", "evaluation.every=0", "checkpoint.every=100000"]
-        overrides += [f"batch.groups_per_step={SAMPLES_PER_STEP // GROUP_SIZE}", f"rollout.group_size={GROUP_SIZE}"]
-        overrides += [f'data.source="{plugins}:prompts"', f"rollout.max_tokens={2 * MEAN_TOKENS}", "model.max_tokens=104"]
-        overrides += [f'reward=[{{function="{plugins}:reward", options={{seconds={call_s}}}}}]']
-        overrides += [f"scorer.slots={max(2, round(1.6 * SLOTS / GENERATION_S * call_s))}", f"pipeline.max_staleness={STALENESS}"]
-        overrides += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "trainer.cores=[]", f"engine.max_running={SLOTS}"]
-        overrides += [f"pipeline.max_running={SLOTS if is_inline else SLOTS * 5 // 4}"]
-        config = load(settings, overrides=overrides)
+        always = ["run.name=paced", "trainer.steps=100000", "evaluation.every=0", "checkpoint.every=100000"]
+        always += [f"batch.groups_per_step={SAMPLES_PER_STEP // GROUP_SIZE}", f"rollout.group_size={GROUP_SIZE}"]
+        always += [f'data.source="{plugins}:prompts"', f"rollout.max_tokens={2 * MEAN_TOKENS}", "model.max_tokens=104"]
+        always += [f'reward=[{{function="{plugins}:reward", options={{seconds={call_s}}}}}]', f"pipeline.max_staleness={STALENESS}"]
+        always += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "trainer.cores=[]"]
+        config = load(settings, overrides=[*always, *overrides])
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
         run_folder = make_run_folder(config)
-        roles = tuple(_role(role, run_folder, hold_s=hold_s) for role in roles_of(config, run_folder))
+        roles = (*(_role(role, run_folder, hold_s=hold_s) for role in roles_of(config, run_folder)), *further(run_folder))
         asyncio.run(_run(roles, run_folder, seconds=seconds))
-        return _read(run_folder, seconds=seconds)
+        yield run_folder
 
 
 def _role(role: Role, run_folder: Path, *, hold_s: float) -> Role:

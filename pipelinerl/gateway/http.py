@@ -1,0 +1,278 @@
+"""The routes of the gateway, and who may use them.
+
+POST /episodes/next                             the run's token: an episode, with a token and a base URL for this attempt
+GET  /episodes/{id}                             the token of the attempt, here and below: what was sampled so far
+POST /episodes/{id}/reward, /finish, /fail
+GET  /episodes/{id}/v1/models
+POST /episodes/{id}/v1/chat/completions, /v1/responses
+POST /inference/v1/generate
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from pipelinerl.config import GatewaySection
+from pipelinerl.gateway import chat_completions, fields, generate, responses
+from pipelinerl.gateway.episodes import Episode
+from pipelinerl.gateway.limits import SendDeadline, read_json
+from pipelinerl.gateway.orchestrator import Orchestrator
+from pipelinerl.gateway.refusal import RequestRefused, wrong
+from pipelinerl.gateway.streaming import whole
+from pipelinerl.gateway.turns import Retry, Turns
+from pipelinerl.messages import LeaseEnd, Prompt
+
+MAX_POLL_S = 60.0
+"""Longest wait of one `/episodes/next`; agents ask again. Longer meets the limits of proxies in between."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """The handlers of all routes."""
+
+    orchestrator: Orchestrator
+    turns: Turns
+    section: GatewaySection
+    address: str
+    """URL that agents reach it at."""
+    run_token: str
+    model: str
+    """The model's name, for clients that ask for one."""
+    max_tokens: int
+    """Tokens of the longest turn."""
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        episode = "/episodes/{episode}"
+        routes = [
+            self._route("/episodes/next", self.next_episode, "POST"),
+            self._route(episode, self.state, "GET"),
+            self._route(f"{episode}/reward", self.reward, "POST"),
+            self._route(f"{episode}/finish", self.finish, "POST"),
+            self._route(f"{episode}/fail", self.fail, "POST"),
+            self._route(f"{episode}/v1/models", self.models, "GET"),
+            self._route(f"{episode}/v1/models/{{model:path}}", self.models, "GET"),
+            self._route(f"{episode}/v1/chat/completions", self.chat, "POST"),
+            self._route(f"{episode}/v1/responses", self.respond, "POST"),
+            self._route("/inference/v1/generate", self.generate, "POST"),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: _on_http_exception, Exception: _on_bug}
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(SendDeadline)])
+
+    # --- episodes ---
+
+    async def next_episode(self, request: Request) -> Response:
+        if not hmac.compare_digest(_bearer(request).encode(), self.run_token.encode()):
+            raise RequestRefused(401, "no token of this run: send the one that `pipelinerl run` printed", code="invalid_api_key")
+        body = await self._body(request)
+        wait_s = body.get("timeout_s", 30.0)
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
+            raise wrong(f"timeout_s is {wait_s!r}, expected seconds from 0", param="timeout_s")
+        episode = await self._unless_gone(request, self.orchestrator.next_episode(timeout_s=min(float(wait_s), MAX_POLL_S)))
+        if episode is None:
+            return Response(status_code=204)
+        return _json(
+            {
+                "episode_id": episode.episode_id,
+                "attempt": episode.attempt,
+                "base_url": f"{self.address}/episodes/{episode.episode_id}/v1",
+                "episode_url": f"{self.address}/episodes/{episode.episode_id}",
+                "token": self.orchestrator.episodes.token(episode),
+                "model": self.model,
+                "deadline_s": episode.left_s(),
+                "max_context_tokens": episode.max_context_tokens,
+                "prompt": _prompt(episode.prompt),
+            }
+        )
+
+    async def state(self, request: Request) -> Response:
+        episode = self._episode(request)
+        turns = [
+            {
+                "turn": node.index,
+                "parent": node.parent,
+                "num_given": len(node.given),
+                "num_sampled": len(node.turn.token_ids),
+                "policy_versions": sorted(set(node.turn.versions.tolist())),
+                "reward": episode.turn_rewards.get(node.index),
+            }
+            for node in episode.nodes.values()
+        ]
+        return _json({"episode_id": episode.episode_id, "attempt": episode.attempt, "turns": turns, "reward": episode.reward})
+
+    async def reward(self, request: Request) -> Response:
+        episode = self._episode(request)
+        body = await self._body(request)
+        reward = _reward(body)
+        if reward is None:
+            raise wrong("reward is missing: expected a finite number", param="reward")
+        if (turn := body.get("turn")) is None:
+            episode.reward = reward
+        else:
+            episode.turn_rewards[_node(turn, episode)] = reward
+        return _json({"reward": episode.reward, "turns": {str(node): value for node, value in episode.turn_rewards.items()}})
+
+    async def finish(self, request: Request) -> Response:
+        return await self._end(request, is_failure=False)
+
+    async def fail(self, request: Request) -> Response:
+        return await self._end(request, is_failure=True)
+
+    async def _end(self, request: Request, *, is_failure: bool) -> Response:
+        episode = self._episode(request, may_be_over=True)
+        body = await self._body(request)
+        error = (fields.text(body, "error", default="it gave the attempt up") or "it gave the attempt up")[:2000] if is_failure else ""
+        wanted = LeaseEnd.FAILED if is_failure else LeaseEnd.FINISHED
+        end = episode.end
+        if end is None:
+            if (reward := _reward(body)) is not None:
+                episode.reward = reward
+            end = await self.orchestrator.finish(episode, error=error)
+        if end is not wanted:
+            assert episode.ended is not None, "it is set with the end"
+            raise RequestRefused(409, str(episode.ended), code="attempt_over")
+        return _json({"episode_id": episode.episode_id, "attempt": episode.attempt, "end": str(end)})
+
+    # --- turns ---
+
+    async def models(self, request: Request) -> Response:
+        self._episode(request)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
+        return _json(model if "model" in request.path_params else {"object": "list", "data": [model]})
+
+    async def chat(self, request: Request) -> Response:
+        episode = self._episode(request)
+        body = await self._body(request)
+        asked, wanted = chat_completions.read(body, max_tokens=self.max_tokens, max_messages=self.section.max_messages)
+        answers = self.turns.ask(episode, asked, retry=Retry.of(request.headers))
+        if asked.is_streamed:
+            return _events(chat_completions.stream(answers[0], asked, wanted, turns=self.turns, episode=episode))
+        return _json(await chat_completions.answer(answers, asked, wanted, turns=self.turns, episode=episode))
+
+    async def respond(self, request: Request) -> Response:
+        episode = self._episode(request)
+        body = await self._body(request)
+        asked, wanted = responses.read(
+            body, remembered=episode.responses, max_tokens=self.max_tokens, max_messages=self.section.max_messages
+        )
+        one = self.turns.ask(episode, asked, retry=Retry.of(request.headers))[0]
+
+        def remember(done: dict[str, Any]) -> None:
+            turn = one.done.result()
+            said = self.turns.spoken(turn, asked, lease=episode.lease).message()
+            episode.responses[done["id"]] = [*(dict(message) for message in asked.messages), said]
+
+        if asked.is_streamed:
+            return _events(responses.stream(one, asked, wanted, turns=self.turns, episode=episode, remember=remember))
+        done = await responses.answer(one, asked, wanted, turns=self.turns, episode=episode)
+        remember(done)
+        return _json(done)
+
+    async def generate(self, request: Request) -> Response:
+        episode = self.orchestrator.episodes.find(_bearer(request), episode_id=None)
+        body = await self._body(request)
+        token_ids, max_tokens = generate.read(body, max_tokens=self.max_tokens, max_context_tokens=episode.max_context_tokens)
+        one = self.turns.ask_tokens(episode, token_ids, max_tokens=max_tokens, retry=Retry.of(request.headers))[0]
+        return _json(generate.answer(await whole(one, episode=episode), lease=episode.lease))
+
+    # --- what they share ---
+
+    def _route(self, path: str, handler: Callable[[Request], Awaitable[Response]], method: str) -> Route:
+        counts = self.orchestrator.counts
+
+        async def answer(request: Request) -> Response:
+            counts["num_requests"] += 1
+            try:
+                return await handler(request)
+            except RequestRefused as refusal:
+                counts["num_refused"] += 1
+                return _json(refusal.body(), status=refusal.status, headers=refusal.headers())
+
+        return Route(path, answer, methods=[method])
+
+    def _episode(self, request: Request, *, may_be_over: bool = False) -> Episode:
+        episode_id = request.path_params["episode"]
+        return self.orchestrator.episodes.find(_bearer(request), episode_id=episode_id, may_be_over=may_be_over)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, max_bytes=self.section.max_body_bytes)
+
+    async def _unless_gone(self, request: Request, wait: Any) -> Episode | None:
+        """Wait while the client does. An episode that comes when it has gone is given back."""
+        waiting, gone = asyncio.ensure_future(wait), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and waiting.done() and (episode := waiting.result()) is not None:
+                self.orchestrator.give_back(episode)
+            if gone.done():
+                raise RequestRefused(499, "the client has gone", code="client_gone")
+            return waiting.result()
+        finally:
+            for task in (waiting, gone):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _bearer(request: Request) -> str:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """Return what an agent is told of its task: the row's columns, and the prompt as text and as messages."""
+    return {"prompt_id": prompt.prompt_id, "text": prompt.text, "messages": list(prompt.chat), "columns": dict(prompt.columns)}
+
+
+def _reward(body: dict[str, Any]) -> float | None:
+    reward = body.get("reward")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
+        raise wrong(f"reward is {str(reward)[:80]!r}, expected a finite number", param="reward")
+    return None if reward is None else float(reward)
+
+
+def _node(turn: Any, episode: Episode) -> int:
+    """Return the turn that a reward is for: its number, as `state` lists it, or the id of the answer that it came with."""
+    number = turn
+    if isinstance(turn, str):
+        number = int(tail) if (tail := turn.rpartition("-")[2].rpartition("_")[2]).isdigit() and len(tail) < 10 else None
+    if isinstance(number, bool) or not isinstance(number, int) or number not in episode.nodes:
+        raise wrong(f"turn is {str(turn)[:80]!r}, expected the number or the id of a turn of this episode", param="turn")
+    return number
+
+
+def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json", headers=headers)
+
+
+def _events(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def _on_http_exception(request: Request, error: HTTPException) -> Response:
+    refusal = RequestRefused(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_route")
+    return _json(refusal.body(), status=error.status_code, headers=refusal.headers())
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    refusal = RequestRefused(500, f"the gateway failed: {type(error).__name__}", code="internal_error")
+    return _json(refusal.body(), status=500, headers=refusal.headers())

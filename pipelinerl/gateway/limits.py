@@ -1,0 +1,114 @@
+"""What a client may send, and how slowly: a connection that does not come to its point is closed, and costs no one else anything."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pipelinerl.gateway.refusal import RequestRefused, wrong
+
+HEAD_S = 10.0
+"""Longest time for a request's first line and headers. Longer lets idle strangers hold connections; shorter cuts off slow networks."""
+BODY_S = 30.0
+"""Longest time for a request's body."""
+SEND_S = 30.0
+"""Longest time in which a client takes nothing of its answer."""
+MAX_HEAD_BYTES = 32 << 10
+"""First line and headers of one request."""
+MAX_DEPTH = 64
+"""Nesting of a request's JSON. Deeper ones could exhaust the stack of the code that walks them."""
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, with a deadline and a bound for what comes before a body; it has neither."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._num_head_bytes = 0
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_there()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_deadline is not None:
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._head_deadline is not None and self._num_head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        self._expect_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_there()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        if self._head_deadline is None:
+            self._num_head_bytes = 0
+            self._head_deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _head_is_there(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
+
+class SendDeadline:
+    """Closes the connection of a client that does not read its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_soon(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        await self._app(scope, receive, send_soon)
+
+
+async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
+    """Read a request's body, an object; an empty body is an empty one. Raises `RequestRefused`."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    words = f"the body has more than {max_bytes} bytes (gateway.max_body_bytes)"
+                    raise RequestRefused(413, words, code="body_too_large")
+    except TimeoutError:
+        raise RequestRefused(408, f"the body did not come within {BODY_S:g} s", code="slow_client") from None
+    try:
+        said = msgspec.json.decode(bytes(body)) if body else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise wrong(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(said, dict):
+        raise wrong(f"the body is a {type(said).__name__}, expected an object", code="invalid_json")
+    if _is_deeper(said):
+        raise wrong(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+    return said
+
+
+def _is_deeper(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
