@@ -37,7 +37,11 @@ class Gateway:
 
     def on(self, message_type: type[_M], handler: Callable[[_M], object]) -> None:
         """Have messages of one type handled."""
-        self._peers.on(message_type, lambda peer, message: handler(message))
+
+        def on_message(peer: str, message: _M) -> None:
+            handler(message)
+
+        self._peers.on(message_type, on_message)
 
     def on_began_anew(self, handler: Callable[[], None]) -> None:
         """Have `handler` called when a gateway announces itself: nothing that was lent before is with an agent any more."""

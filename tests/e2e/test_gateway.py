@@ -45,20 +45,24 @@ def started(*words: object, **environment: str) -> Iterator[subprocess.Popen[str
         process.stdout.close()
 
 
+def folder_of(run: subprocess.Popen[str], parent: Path) -> Path:
+    """The run's folder, once its gateway listens."""
+    while run.poll() is None:
+        if found := list(parent.glob(f"agent_openai-*/{GATEWAY_FILE}")):
+            return found[0].parent
+        time.sleep(0.2)
+    raise AssertionError(run.communicate()[0])
+
+
 def test_an_agent_plays_every_rollout_of_a_run_whose_gateway_is_killed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "examples" / "make_model.py", tmp_path / "model"], check=True, capture_output=True, cwd=ROOT)
     overrides = (f"run.folder={tmp_path}", f"model.path={tmp_path / 'model'}", f"trainer.steps={STEPS}", "batch.groups_per_step=4")
     with started("-m", "pipelinerl", "run", EXAMPLE / "run.toml", *overrides) as run:
         deadline = time.monotonic() + 200.0
-        killed = ""
+        killed, run_folder = "", folder_of(run, tmp_path)
+        listens = json.loads((run_folder / GATEWAY_FILE).read_text())
         while run.poll() is None:
             assert time.monotonic() < deadline, "the run did not end"
-            folders = list(tmp_path.glob(f"agent_openai-*/{GATEWAY_FILE}"))
-            if not folders:
-                time.sleep(0.2)
-                continue
-            run_folder = folders[0].parent
-            listens = json.loads(folders[0].read_text())
             variables = {"PIPELINERL_GATEWAY": listens["address"], "PIPELINERL_GATEWAY_TOKEN": listens["token"]}
             with started(EXAMPLE / "agent.py", **variables) as agent:
                 while agent.poll() is None and run.poll() is None and time.monotonic() < deadline:
