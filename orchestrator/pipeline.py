@@ -119,7 +119,7 @@ class Pipeline:
             scored=channels.scored,
             scorers=parts.scorers,
             ledger=ledger,
-            has_rewards=bool(config.reward),
+            has_rewards=bool(config.reward) or self.leasing is None,
         )
         yield self.prm
         if config.compares_siblings:

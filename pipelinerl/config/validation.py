@@ -262,8 +262,8 @@ def _agents_play_alone(
 ) -> Iterator[str]:
     if gateway is None:
         return
-    if environment.function is not None:
-        yield "gateway lends rollouts to agents, which bring their own world, and environment.function is another. Leave one of them out."
+    if environment.is_used:
+        yield "gateway lends rollouts to agents, which bring their own world, and [environment] is another. Leave one of them out."
     if prm.is_used:
         yield "gateway lends rollouts to agents, and a process reward model (prm) follows completions of one turn. Leave one of them out."
     if model.replay_routing:
