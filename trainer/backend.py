@@ -64,6 +64,8 @@ class Backend(Generic[Output]):
         self._num_ranks = replicas.layout.pipeline
         self._put_off: list[tuple[PackedRow, Callable[[Columns], torch.Tensor]]] = []
         """Rows that wait for others to go through the pipeline with."""
+        self._has_rows = False
+        """A row was trained, or a zero-loss one passed, since `complete`."""
 
     def train(self, row: PackedRow | None, loss: Callable[[Output], torch.Tensor]) -> None:
         """Add the gradient of `loss` over one row, not divided; None is the zero-loss row, whose loss is never asked for.
@@ -73,6 +75,7 @@ class Backend(Generic[Output]):
         """
         if row is None and not self._shares_passes:
             return
+        self._has_rows = True
         of_columns = _nothing if row is None else self._of_columns(loss)
         row = row or self._empty_row()
         if self._model.pipeline is None:
@@ -83,12 +86,15 @@ class Backend(Generic[Output]):
             self.complete()
 
     def complete(self) -> None:
-        """Compute the rows that were put off."""
+        """Compute the rows that were put off, and reduce the gradients that were held."""
         held, self._put_off = self._put_off, []
+        has_rows, self._has_rows = self._has_rows, False
         if self._model.pipeline is not None and held:
             held += [(self._empty_row(), _nothing)] * (-len(held) % self._num_ranks)
             self._model.pipeline.train([row for row, _ in held], [loss for _, loss in held])
             self._optimizer.collect()
+        if self._model.holds_gradients and has_rows:
+            self._model.sum_gradients(self._empty_row())
 
     def outputs(self, row: PackedRow | None) -> Output | None:
         """Compute the outputs of a row without gradient; None for a zero-loss row, which has none."""
@@ -107,6 +113,8 @@ class Backend(Generic[Output]):
     def drop(self) -> None:
         """Forget the rows since the last update."""
         self._put_off.clear()
+        self._has_rows = False
+        self._model.forget_gradients()
         self._optimizer.drop()
 
     def _of_columns(self, loss: Callable[[Output], torch.Tensor]) -> Callable[[Columns], torch.Tensor]:

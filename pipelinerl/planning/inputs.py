@@ -27,7 +27,7 @@ TRANSPORTS = ("cuda_ipc", "shared_memory", "nccl", "gloo", "files")
 """By the number that the formulas know each by; -1: what `auto` would take; `DIRECT`: one that nothing here is."""
 DIRECT = len(TRANSPORTS)
 LOGIT_NUMBERS = 1 << 23
-"""Numbers of one table of logits: `trainer.model.head.MAX_LOGITS`, which a head node cannot import."""
+"""Numbers of one table of logits: `trainer.model.room.LEAST_BYTES`, which a head node cannot import. Larger ones take what is free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ _ASSUMED = {
     "trainer_process_bytes": Input("B", "CUDA context, NCCL and libraries of a rank", 1.5e9, 0.5, "usual figures"),
     "engine_process_bytes": Input("B", "the same of an engine's, with captured graphs", LIBRARY_BYTES, 0.5, "pipelinerl.engine.budget"),
     "batched_tokens": Input("tokens", "of the largest forward pass of an engine", MAX_BATCHED_TOKENS, 0.0, "pipelinerl.engine.budget"),
-    "logit_numbers": Input("", "numbers of one table of logits in the trainer", LOGIT_NUMBERS, 0.0, "trainer.model.head.MAX_LOGITS"),
+    "logit_numbers": Input("", "numbers of one table of logits in the trainer", LOGIT_NUMBERS, 0.0, "trainer.model.room.LEAST_BYTES"),
     "read_efficiency": Input("", "part of the memory bandwidth that decoding reaches", 0.7, 0.25, "usual figures"),
     "decode_efficiency": Input("", "part of the peak that decoding reaches where arithmetic bounds it", 0.5, 0.3, "usual figures"),
     "prefill_efficiency": Input("", "part of the peak that reading prompts reaches", 0.5, 0.3, "usual figures"),

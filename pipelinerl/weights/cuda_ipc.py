@@ -17,6 +17,7 @@ import torch
 
 from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.runtime.machine import say_bytes
+from pipelinerl.weights import device_memory
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.shared_memory import MANIFEST_SUFFIX, SharedMemoryReceiver, read_beside, write_beside
 from pipelinerl.weights.shared_names import FOLDER, Owner
@@ -131,9 +132,8 @@ class CudaMemory:
         """In policies."""
 
     def make(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
-        free_bytes, _ = torch.cuda.mem_get_info()
+        free_bytes = device_memory.free_bytes()
         allocated_bytes = torch.cuda.memory_allocated() - self._own_bytes
-        free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # kept by torch for whoever asks next
         room = room_for_policies(free_bytes=free_bytes, allocated_bytes=allocated_bytes, training_bytes=self._training_bytes)
         if num_bytes > room:
             raise NoRoom(

@@ -41,7 +41,7 @@ def measure(folder: str, *, lora: bool, equal_reward: float, num_groups: int, ro
     step = _make_step(Path(folder), adapters)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     if adapters is not None:
-        add_adapters(plain, adapters)
+        add_adapters(plain, adapters, dtype=torch.float32)
     ways: dict[str, Callable[[list[Group]], object]] = {
         "ours": lambda given: _ours(step, given, row_tokens=row_tokens),
         "padded": lambda given: _plain(plain, [_padded(group.samples) for group in given]),

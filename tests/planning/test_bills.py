@@ -16,7 +16,7 @@ from pipelinerl.planning.formulas import SHEET
 from pipelinerl.planning.inputs import LOGIT_NUMBERS, gpu_inputs, run_inputs
 from pipelinerl.planning.shape import known_models, read_shape, shape_of
 from tests.planning.runs import config_of, figures_of, inputs_of
-from trainer.model import head
+from trainer.model import room
 
 GB = 1e9
 
@@ -136,7 +136,7 @@ def test_the_published_rule_of_sixteen_bytes_by_parts() -> None:
 
 
 def test_logits_are_as_the_trainer_cuts_them() -> None:
-    assert LOGIT_NUMBERS == head.MAX_LOGITS
+    assert 4 * LOGIT_NUMBERS == room.LEAST_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.model import head
+from trainer.model import room
 from trainer.model.divergence import divergences, linear_divergence
 from trainer.rows.packed_row import TeacherStates
 
@@ -66,7 +66,7 @@ def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch,
         largest = max(largest, product.numel() if product.shape[-1] == V else 0)
         return product
 
-    monkeypatch.setattr(head, "MAX_LOGITS", rows_at_once * V)
+    monkeypatch.setattr(room, "LEAST_BYTES", 4 * rows_at_once * V)
     monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
     pieces = linear_divergence(hidden, weight, teacher_hidden, teacher_weight, mix=mix, temperature=1.3)
     assert torch.allclose(pieces, whole, rtol=1e-12)

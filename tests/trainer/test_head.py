@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model import head
+from trainer.model import room
 from trainer.model.head import linear_logprobs
 
 K, H, V = 37, 16, 61
@@ -31,8 +31,8 @@ def _gradients(outputs: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tupl
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "thrown away"])
 @pytest.mark.parametrize("rows_at_once", [K, 5, 1])
 def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, is_kept: bool) -> None:
-    monkeypatch.setattr(head, "MAX_LOGITS", rows_at_once * V)
-    monkeypatch.setattr(head, "KEPT_LOGITS", K * V if is_kept else K * V - 1)
+    monkeypatch.setattr(room, "piece_bytes", lambda device: 4 * rows_at_once * V)
+    monkeypatch.setattr(room, "kept_bytes", lambda device: 4 * K * V if is_kept else 4 * K * V - 1)
     hidden, weight, targets = _inputs()
     ours = linear_logprobs(hidden, weight, targets, temperature=0.7, gives_square_sums=True)
     expected = _whole(hidden, weight, targets)
@@ -43,11 +43,11 @@ def test_pieces_give_what_the_whole_table_gives(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_table_that_is_kept_gives_the_very_bits_of_one_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "MAX_LOGITS", 5 * V)
+    monkeypatch.setattr(room, "piece_bytes", lambda device: 4 * 5 * V)
     hidden, weight, targets = _inputs()
     found = []
     for most in (K * V, 0):
-        monkeypatch.setattr(head, "KEPT_LOGITS", most)
+        monkeypatch.setattr(room, "kept_bytes", lambda device, most=most: 4 * most)
         with _Products() as products:
             outputs = linear_logprobs(hidden, weight, targets, temperature=0.7)
             found.append((*outputs, *_gradients(outputs, hidden, weight)))
@@ -66,7 +66,7 @@ class _Products(TorchDispatchMode):
 
 
 def test_bfloat16_gives_float32_logprobs_and_gradients_as_near_as_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "MAX_LOGITS", 4 * V)
+    monkeypatch.setattr(room, "LEAST_BYTES", 4 * 4 * V)
     hidden, weight, targets = _inputs(torch.bfloat16)
     ours = linear_logprobs(hidden, weight, targets, temperature=0.7)
     exact = _gradients(_whole(hidden.float(), weight.float(), targets), hidden, weight)

@@ -12,13 +12,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.layout import Layout, Schedule
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import FAMILIES, VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer import backend
-from trainer.model import head
+from trainer.model import room
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
 from trainer.rows import trie
@@ -119,7 +121,7 @@ def make_samples() -> list[dict[str, np.ndarray]]:
 
 
 def train(
-    replicas: Replicas, *, folder: Path, method: str, dtype: str = "float32", max_logits: int = head.MAX_LOGITS, **options: bool
+    replicas: Replicas, *, folder: Path, method: str, dtype: str = "float32", max_logits: int = room.LEAST_BYTES // 4, **options: bool
 ) -> dict[str, Any]:
     """Train two steps of seven rows; what came of it, as this rank knows it. A pipeline takes several passes for them."""
     samples = make_samples()
@@ -139,7 +141,7 @@ def train(
     num_rounds = -(-len(rows) // replicas.layout.replicas)
     for number in range(NUM_STEPS):
         few = (mock.patch.object(backend, "ROWS_PER_RANK", 2), mock.patch.object(trie, "LEAST", 2))
-        with few[0], few[1], mock.patch.object(head, "MAX_LOGITS", max_logits):
+        with few[0], few[1], mock.patch.object(room, "LEAST_BYTES", 4 * max_logits):
             for round_index in range(num_rounds):
                 index = round_index * replicas.layout.replicas + replicas.number
                 step.add(make_batch(rows[index] if index < len(rows) else [], step=number, index=round_index))
@@ -205,6 +207,32 @@ def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Pa
                 apart = (weight.float() - expected["weights"][name].float()).abs()
                 assert float(apart.max()) < 6e-3, name
                 assert float(apart.mean()) < 6e-4, name
+
+
+def test_gradients_held_for_a_step_are_those_reduced_row_by_row_and_cost_one_reduction(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Seven rows on two ranks: four reductions of each layer in a step become one; experts and recomputed layers too."""
+    job = functools.partial(train, folder=folders["qwen3_moe"], method="grpo", activation_checkpointing=True)
+    expected = job(Replicas(ranks=1, deadline_s=60))
+    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, shard=2, expert=2)]
+    jobs = [
+        (layout, functools.partial(counting_reductions, functools.partial(job, holds_gradients=is_held)))
+        for layout in layouts
+        for is_held in (True, False)
+    ]
+    held, by_row, held_experts, _ = run_jobs(jobs, tmp_path)
+    for rank in (*held, *by_row, *held_experts):
+        assert rank["metrics"]["grad_norm"] == pytest.approx(expected["metrics"]["grad_norm"], rel=1e-4)
+        for name, gradient in rank["gradients"].items():
+            whole = expected["gradients"][name]
+            assert float((gradient - whole).norm() / whole.norm()) < 1e-5, f"gradient of {name}"
+    assert 4 * held[0]["num_reductions"] == by_row[0]["num_reductions"]
+
+
+def counting_reductions(job: Callable[[Replicas], dict[str, Any]], replicas: Replicas) -> dict[str, Any]:
+    """What a job gives, and how many times sharded gradients were reduced."""
+    counted = mock.MagicMock(side_effect=fsdp_collectives.foreach_reduce)
+    with mock.patch.object(fsdp_param_group, "foreach_reduce", counted):
+        return job(replicas) | {"num_reductions": counted.call_count}
 
 
 def test_recomputed_layers_weights_on_the_host_and_logits_in_pieces_change_no_gradient(folders: dict[str, Path], tmp_path: Path) -> None:

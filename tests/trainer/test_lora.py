@@ -47,7 +47,7 @@ def _trained(folder: Path, *, steps: int = 3) -> Model:
 
 def test_an_adapter_adds_its_product_and_starts_at_nothing() -> None:
     base = torch.nn.Linear(2, 2, bias=False)
-    layer = LoraLinear(base, rank=1, alpha=2.0, generator=torch.Generator().manual_seed(0))
+    layer = LoraLinear(base, rank=1, alpha=2.0, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     inputs = torch.tensor([[1.0, 10.0]])
     assert torch.equal(layer(inputs), base(inputs))
     with torch.no_grad():

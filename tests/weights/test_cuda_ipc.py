@@ -46,9 +46,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     numbers = {"free": 40 * GIB, "allocated": 16 * GIB, "reserved": 18 * GIB}
     cuda: Any = torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "mem_get_info", lambda: (numbers["free"], 80 * GIB))
-    monkeypatch.setattr(cuda, "memory_allocated", lambda: numbers["allocated"])
-    monkeypatch.setattr(cuda, "memory_reserved", lambda: numbers["reserved"])
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device=None: (numbers["free"], 80 * GIB))
+    monkeypatch.setattr(cuda, "memory_allocated", lambda device=None: numbers["allocated"])
+    monkeypatch.setattr(cuda, "memory_reserved", lambda device=None: numbers["reserved"])
     return numbers
 
 

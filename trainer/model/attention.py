@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from pipelinerl.errors import ConfigError
+from trainer.model import varlen
+from trainer.model.varlen import Spans
 from trainer.parallel.context import gather
 from trainer.rows.packed_row import Block
 
@@ -52,6 +54,7 @@ def packed_attention(
     *,
     scaling: float,
     blocks: tuple[Block, ...] | None = None,
+    spans: Spans | None = None,
     group: dist.ProcessGroup | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -60,6 +63,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within the `blocks` of one row. `query` [1, H, I, D], `key` and `value` [1, G, I, D]; returns [1, I, H, D].
 
+    `spans` are the same pieces for attention in one call, where the device has it; kinds of attention that it lacks go on block by block.
     The ranks of `group` share the row; what a prefix names is then on any of them. `sliding_window`, `softcap` and `s_aux` are what
     transformers calls the parts of `Kind`.
 
@@ -72,12 +76,15 @@ def packed_attention(
     _refuse_unknown(type(module).__name__, attention_mask, options)
     kind = Kind(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    everywhere: Sequence[torch.Tensor] = (keys, values)
+    everywhere: tuple[torch.Tensor, ...] = (keys, values)
     if group is not None:
         everywhere = gather(torch.stack((keys, values), 1), group).unbind(1)
         # This rank's own are taken from there, too: its gradient then passes the gathering on every rank, also on one whose tokens see no
         # other rank's. A rank that skipped it would leave the others waiting for its part in the backward pass.
         keys, values = (tensor[group.rank() * len(queries) :][: len(queries)] for tensor in everywhere)
+    if spans is not None and kind.softcap is None and kind.sinks is None and varlen.serves(queries, values):
+        seen_keys, seen_values = (keys, values) if spans.seen is None else everywhere
+        return varlen.attend(queries, seen_keys, seen_values, spans, scaling=scaling, window=sliding_window)[None], None
     outputs = [_attend(*_pieces(block, queries, keys, values, everywhere=everywhere), kind=kind).flatten(0, 1) for block in blocks]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 

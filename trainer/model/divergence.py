@@ -2,7 +2,7 @@
 
 The generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, equation 1), with m = mix q + (1 - mix) p, for the teacher's q and the
 model's p: mix KL(q || m) + (1 - mix) KL(p || m); its ends are the forward KL(q || p), at mix 0, and the reverse KL(p || q), at mix 1, as
-in TRL. Tables of logits are made in pieces of at most `head.MAX_LOGITS` numbers and thrown away; the backward pass makes them again. Where
+in TRL. Tables of logits are made in pieces, as `trainer.model.room` says, and thrown away; the backward pass makes them again. Where
 tensor parallelism splits the vocabulary, both models' are split alike, and each rank adds up its words.
 
 Legend: `K` tokens, `H` and `G` hidden sizes of model and teacher, `V` words of the vocabulary on this rank.
@@ -146,7 +146,7 @@ def _normalisers(hidden: torch.Tensor, weight: torch.Tensor, *, temperature: flo
 
 
 def _pieces(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    length = max(1, head.MAX_LOGITS // max(1, len(weight)))
+    length = head.num_tokens(len(weight), device=hidden.device)
     for start in range(0, len(hidden), length):
         yield slice(start, min(start + length, len(hidden)))
 

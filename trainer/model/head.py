@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens from hidden states and the output embedding, without ever holding all logits.
 
-The table of logits is computed in pieces of at most `MAX_LOGITS` numbers. A small table is kept for the backward pass; of a larger one the
-pieces are thrown away, and the backward pass computes them again. Where tensor parallelism splits the vocabulary, each rank holds a part of
-every row, and two small reductions join them.
+The table of logits is computed in pieces, as large as `trainer.model.room` says. A small table is kept for the backward pass; of a larger
+one the pieces are thrown away, and the backward pass computes them again. Where tensor parallelism splits the vocabulary, each rank holds a
+part of every row, and two small reductions join them.
 
 Legend: `K` tokens, `H` hidden size, `V` words of the vocabulary on this rank.
 """
@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-MAX_LOGITS = 1 << 23
-"""Numbers of one piece of the table: 32 MiB in float32. A larger one saves no time worth speaking of, a smaller one makes thin products."""
+from trainer.model import room
 
-KEPT_LOGITS = 1 << 26
-"""Numbers of a whole table that is kept: 256 MiB in float32, the completions of a row of a small model. Computing it again is a third more
-work than the two products of the backward pass; a larger bound takes memory that activations want."""
+_ITEM_BYTES = 4
+"""Of a logit: they are float32."""
 
 
 def linear_logprobs(
@@ -62,7 +60,7 @@ class _LinearLogprobs(torch.autograd.Function):
         is_here = (targets >= 0) & (targets < words)
         columns = targets.clamp(0, words - 1)
         peak, total, energy, chosen, squares = torch.empty(5, num, device=hidden.device)
-        keeps = any(ctx.needs_input_grad[:2]) and num * words <= KEPT_LOGITS
+        keeps = any(ctx.needs_input_grad[:2]) and num * words * _ITEM_BYTES <= room.kept_bytes(hidden.device)
         kept = torch.empty(num, words, device=hidden.device) if keeps else None
         tables = _Tables(num, words, count=2, device=hidden.device)
         for piece in tables.pieces:
@@ -127,11 +125,16 @@ class _LinearLogprobs(torch.autograd.Function):
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None, None
 
 
+def num_tokens(words: int, *, device: torch.device) -> int:
+    """Tokens of one piece of a table of logits over so many words."""
+    return max(1, room.piece_bytes(device) // _ITEM_BYTES // max(1, words))
+
+
 class _Tables:
     """The tables a piece needs, made once and used again for every piece: making them anew would hold the last piece's beside the next."""
 
     def __init__(self, num: int, words: int, *, count: int, device: torch.device) -> None:
-        length = min(max(1, MAX_LOGITS // max(1, words)), num)
+        length = min(num_tokens(words, device=device), num)
         self.pieces = [slice(start, min(start + length, num)) for start in range(0, num, length)] if num else []
         self._tables = torch.empty(count, length, words, device=device)
 

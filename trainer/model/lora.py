@@ -35,13 +35,13 @@ class Adapters:
 class LoraLinear(torch.nn.Linear):
     """A linear layer with an adapter, in the place of one without."""
 
-    def __init__(self, base: torch.nn.Linear, *, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(self, base: torch.nn.Linear, *, rank: int, alpha: float, generator: torch.Generator, dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         bound = 1 / math.sqrt(base.in_features)
         start = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
-        self.lora_A = torch.nn.Parameter(start.to(base.weight))
-        self.lora_B = torch.nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        self.lora_A = torch.nn.Parameter(start.to(device=base.weight.device, dtype=dtype))
+        self.lora_B = torch.nn.Parameter(base.weight.new_zeros(base.out_features, rank, dtype=dtype))
         self.scale = alpha / rank
         self.is_on = True
 
@@ -55,8 +55,8 @@ class LoraLinear(torch.nn.Linear):
         return torch.addmm(weight.float(), second.float(), first.float(), alpha=self.scale).to(weight.dtype)
 
 
-def add_adapters(module: torch.nn.Module, adapters: Adapters) -> None:
-    """Give every matrix of the targets an adapter, and freeze all else. Raises `ConfigError` for a target that names no matrix."""
+def add_adapters(module: torch.nn.Module, adapters: Adapters, *, dtype: torch.dtype) -> None:
+    """Give each matrix of the targets an adapter of this dtype, freeze all else. Raises `ConfigError` for a target that names no matrix."""
     generator = torch.Generator().manual_seed(adapters.seed)
     module.requires_grad_(False)
     chosen = [
@@ -70,7 +70,8 @@ def add_adapters(module: torch.nn.Module, adapters: Adapters) -> None:
         )
     for name, part in chosen:
         parent = module.get_submodule(name.rpartition(".")[0])
-        setattr(parent, _last(name), LoraLinear(part, rank=adapters.rank, alpha=adapters.alpha, generator=generator))
+        layer = LoraLinear(part, rank=adapters.rank, alpha=adapters.alpha, generator=generator, dtype=dtype)
+        setattr(parent, _last(name), layer)
 
 
 def adapted(module: torch.nn.Module) -> dict[str, LoraLinear]:

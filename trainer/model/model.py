@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from pipelinerl.config.families import check_trainable
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
-from trainer.model import attention
+from pipelinerl.weights.device_memory import free_bytes
+from trainer.model import varlen
 from trainer.model.divergence import divergences
 from trainer.model.head import linear_logprobs
+from trainer.model.loading import dtype_on_disk, language_model, value_model
 from trainer.model.logits import LogitRule, logit_rule_of
 from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.model.routing_replay import RoutingReplay
@@ -32,7 +32,7 @@ from trainer.parallel.context import gather_outputs
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.pipeline_stages import stage_of_weights
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.sharding import ParameterSharding, local, spread
+from trainer.parallel.sharding import ParameterSharding, forget_gradients, hold_gradients, local, reducing, spread
 from trainer.rows.packed_row import PackedRow, TeacherStates
 
 
@@ -56,6 +56,7 @@ class Model:
         replay_routing: bool = False,
         gives_square_sums: bool = False,
         divergence_mix: float | None = None,
+        holds_gradients: bool | None = None,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
@@ -63,7 +64,8 @@ class Model:
         `is_offloaded`, weights that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value
         model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
         `replay_routing` sends tokens to the experts that their row names. `gives_square_sums` adds up squared probabilities over all
-        words, too; with `divergence_mix` rows with teachers have divergences from them.
+        words, too; with `divergence_mix` rows with teachers have divergences from them. `holds_gradients`: see the attribute; by default
+        where the device has room for that.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -82,12 +84,13 @@ class Model:
         self._stages: list[_Stage] = []
         for index in replicas.stages:
             held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
-            module = (
-                _value_model(folder, dtype=held_dtype) if gives_values else _from_folder(AutoModelForCausalLM, folder, dtype=held_dtype)[0]
-            )
+            # As the files have them, whose memory all ranks of a machine share: `spread` makes pieces of another dtype, layer by layer.
+            is_cut_by_layers = layout.shard > 1 and layout.tensor == 1 and layout.expert == 1
+            read_dtype = (dtype_on_disk(folder) if is_cut_by_layers else None) or held_dtype
+            module = value_model(folder, dtype=read_dtype) if gives_values else language_model(folder, dtype=read_dtype)
             module.requires_grad_(not is_frozen)
             if adapters is not None:
-                add_adapters(module, adapters)
+                add_adapters(module, adapters, dtype=held_dtype)
             rule = LogitRule() if gives_values else logit_rule_of(module)
             if rule.softcap is not None and divergence_mix is not None:
                 raise ConfigError(
@@ -110,7 +113,9 @@ class Model:
             stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
             if replay_routing:
                 RoutingReplay(module)
-            self.shardings += spread(module, stage, replicas=replicas, dtype=self.dtype, index=index, is_offloaded=is_offloaded)
+            self.shardings += spread(
+                module, stage, replicas=replicas, dtype=self.dtype, held_dtype=held_dtype, index=index, is_offloaded=is_offloaded
+            )
             if is_offloaded:
                 for buffer in module.buffers():
                     buffer.data = buffer.to(device)
@@ -121,6 +126,12 @@ class Model:
         """Names of what `outputs` gives of a language model beside log-probabilities and entropies, as in `trainer.backend.Outputs`."""
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""
+        self.holds_gradients = self._may_hold_gradients and (
+            self._has_room_for_gradients(replicas) if holds_gradients is None else holds_gradients
+        )
+        """Gradients of whole weights stay here, in float32, from row to row, and are reduced once a step, by `sum_gradients`."""
+        for stage in self._stages if self.holds_gradients else ():
+            hold_gradients(stage)
         self.pipeline: Pipeline | None = None
         """The pipeline through the ranks that share the layers; None where none do."""
         if layout.pipeline > 1:
@@ -168,6 +179,32 @@ class Model:
                 if isinstance(stage, FSDPModule):
                     stage.reshard()  # no backward pass will
         return outputs
+
+    def sum_gradients(self, row: PackedRow) -> None:
+        """Reduce the gradients held since the last time, by the passes of `row`, from which nothing is learned."""
+        (stage,) = self._stages
+        with reducing(stage):
+            torch.stack([column.sum() for column in self.outputs(row)]).sum().backward()
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that are held."""
+        for stage in self._stages if self.holds_gradients else ():
+            forget_gradients(stage)
+
+    @property
+    def _may_hold_gradients(self) -> bool:
+        """A pipeline reduces once for each of its passes by itself; frozen weights have none."""
+        layout = self._replicas.layout
+        return layout.shard > 1 and layout.pipeline == 1 and bool(self.parameters())
+
+    def _has_room_for_gradients(self, replicas: Replicas) -> bool:
+        """Say whether float32 gradients of whole weights take at most a quarter of what gradients and moments of the pieces leave free."""
+        num_held = sum(local(parameter.detach()).numel() for parameter in self.parameters())
+        claim = False
+        if self.device.type == "cuda":
+            left = free_bytes(self.device) - 3 * 4 * num_held
+            claim = 4 * num_held * replicas.layout.shard * replicas.layout.context <= left // 4
+        return replicas.all_agree(claim, what="to settle whether gradients are reduced once a step")
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """This rank's piece of every parameter once, tied ones too."""
@@ -284,8 +321,17 @@ class _Stage(torch.nn.Module):
 
     def _run_layers(self, row: PackedRow, **given: torch.Tensor) -> torch.Tensor:
         """[1, I, H] hidden states."""
+        first = 0 if self._context is None else self._context.rank() * len(row.positions)
+        device = row.positions.device
+        spans = varlen.spans_of(row.blocks, device=device, first=first) if varlen.has_kernel(device) else None
         return self.module.base_model(
-            **given, position_ids=row.positions[None], use_cache=False, blocks=row.blocks, group=self._context, routes=row.routes
+            **given,
+            position_ids=row.positions[None],
+            use_cache=False,
+            blocks=row.blocks,
+            spans=spans,
+            group=self._context,
+            routes=row.routes,
         ).last_hidden_state
 
     def _outputs(self, row: PackedRow, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -347,34 +393,3 @@ def _recompute_layers(module: PreTrainedModel) -> None:
     layers: Any = module.base_model.layers
     for layer in layers:
         layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still
-
-
-def _value_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder with one output per token, named `score`; 0 for every state until it is trained."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # that a language model lacks the weights of a score is known
-    try:
-        module, missing = _from_folder(AutoModelForTokenClassification, folder, dtype=dtype, num_labels=1)
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    score: Any = module.score
-    with torch.no_grad():
-        for name, parameter in score.named_parameters():
-            if f"score.{name}" in missing:
-                parameter.zero_()
-    return module
-
-
-def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of its parameters that the folder does not hold."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
-    check_trainable(folder)
-    transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
-    try:
-        module, loading = kind.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"model folder {folder} cannot be loaded as a language model: {type(error).__name__}: {error}") from error
-    return module, set(loading["missing_keys"])

@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from pipelinerl.errors import PeerSilent
 from pipelinerl.runtime.network import device_of
 from pipelinerl.runtime.process import end_all
 from pipelinerl.transport.keys import read_keys
+from trainer.parallel.progress import PROGRESS, make_table, silent_ranks
 
 STORE = "PIPELINERL_STORE"
 """Environment variable: where ranks meet, as an `init_method` of torch.distributed: in a file, or, of several machines, by a store at
@@ -32,19 +34,26 @@ def run_ranks(module: Sequence[str], *, ranks: range, world_size: int, meeting: 
     """Run `python -m <module>` as each of these ranks of `world_size`, and wait until all have ended.
 
     `meeting` is added to their environment and says where they find each other. Returns 0 where all ended well; else the code of the first
-    that did not, negative for a signal. SIGTERM and SIGINT end all of them.
+    that did not, negative for a signal. SIGTERM and SIGINT end all of them. Raises `PeerSilent` where the first ended as NCCL ends a rank
+    that waited for another past the deadline, and that other one is here.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     processes: list[subprocess.Popen[bytes]] = []
+    table = make_table(len(ranks))
     try:
         for local_rank, rank in enumerate(ranks):
             numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": len(ranks)}
-            environment = {"OMP_NUM_THREADS": "1", **os.environ, **meeting, **{name: str(value) for name, value in numbers.items()}}
+            own = {name: str(value) for name, value in numbers.items()} | {PROGRESS: str(table)}
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, **meeting, **own}
             command = (sys.executable, "-m", *module)
-            processes.append(subprocess.Popen(command, env=environment, pass_fds=inherited))
-        return _first_failure(processes)
+            processes.append(subprocess.Popen(command, env=environment, pass_fds=(*inherited, table)))
+        code = _first_failure(processes)
+        if code == -signal.SIGABRT:
+            _name_the_silent(table, ranks=ranks)
+        return code
     finally:
+        os.close(table)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # asked once more, this process must still see to the rest
         end_all(processes, grace_s=END_GRACE_S)
@@ -65,6 +74,18 @@ def listening_on(address: str) -> dict[str, str]:
 def token_of(run_folder: Path) -> str:
     """Derive the token that lets ranks into the store by which they meet: whoever can read the keys of a run's trainer knows it."""
     return hashlib.blake2b(read_keys(run_folder, "trainer-0").secret, digest_size=32).hexdigest()
+
+
+def _name_the_silent(table: int, *, ranks: range) -> None:
+    """Raise `PeerSilent` where a rank ended by SIGABRT, as NCCL's watchdog ends one, while another of this machine was behind."""
+    silent, how = silent_ranks(table, first_rank=ranks.start)
+    if silent:
+        names = ", ".join(f"trainer rank {rank}" for rank in silent)
+        raise PeerSilent(
+            f"waited until the deadline of a collective for {names}: {how}. The first rank that waited was ended by SIGABRT, which is how"
+            f" NCCL's watchdog ends one. What {names} did then is the thing to look at: the trainer's log, `py-spy dump` where it hangs,"
+            " `dmesg` for a GPU that fell off the bus; trainer.silent_after_s is the wait"
+        )
 
 
 def _leave(number: int, frame: object) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.config.layout import Layout
@@ -22,6 +23,7 @@ from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.transport.rendezvous import RendezvousClient
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 from trainer.parallel.objects import refuse_foreign_objects
+from trainer.parallel.progress import write_progress
 from trainer.parallel.ranks import SCHEME, STORE, token_of
 from trainer.rows.packed_row import ContextShard
 
@@ -55,6 +57,8 @@ class Replicas:
                 timeout = datetime.timedelta(seconds=deadline_s)
                 where = _meeting(os.environ.get(STORE), timeout=timeout)
                 dist.init_process_group(backend, **where, rank=self.rank, world_size=self.size, timeout=timeout)
+                if backend == "nccl":
+                    write_progress(num_collectives)  # its watchdog ends a process that waited, and names nobody
             self._mesh = _mesh_of(self.layout, self.device.type)
             self._peers = self.mesh("copy", "shard").get_group()
         self.ends = self._ends_of_pipeline()
@@ -159,6 +163,12 @@ class Replicas:
         columns = torch.arange(layout.ranks).view(layout.pipeline, -1)[[0, -1]].t().tolist()
         groups: list[Any] = [dist.new_group(ends) for ends in columns]
         return next((group for group, ends in zip(groups, columns, strict=True) if self.rank in ends), None)
+
+
+def num_collectives() -> int:
+    """Count the collectives that this rank has entered, in all the groups that it is in."""
+    groups: list[Any] = list(c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 @functools.cache  # and so kept, which torch's C++ does not do with a store of Python's

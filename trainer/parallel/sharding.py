@@ -11,10 +11,11 @@ because the plan's way is wrong or slow in training:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +46,19 @@ class ParameterSharding:
 
 
 def spread(
-    module: PreTrainedModel, stage: torch.nn.Module, *, replicas: Replicas, dtype: torch.dtype, index: int = 0, is_offloaded: bool = False
+    module: PreTrainedModel,
+    stage: torch.nn.Module,
+    *,
+    replicas: Replicas,
+    dtype: torch.dtype,
+    held_dtype: torch.dtype,
+    index: int = 0,
+    is_offloaded: bool = False,
 ) -> list[ParameterSharding]:
     """Cut `module`, which `stage` runs, down to this rank's share; return how each of its trainable parameters is held.
 
-    `index` is the stage's place in the pipeline. Where the weights are sharded, every piece stays in float32 and computes in `dtype`; with
-    `is_offloaded`, it stays on the host, and is on the device while its layer computes.
+    `index` is the stage's place in the pipeline. Where the weights are sharded, every piece is held in `held_dtype`, whatever `module` has,
+    and computes in `dtype`; with `is_offloaded`, it stays on the host, and is on the device while its layer computes.
     """
     layout = replicas.layout
     if replicas.size == 1:
@@ -69,7 +77,7 @@ def spread(
         here = {name for name, _ in module.named_modules()}
         experts = tuple(prefix for prefix in experts if prefix.removesuffix(".") in here)
     if layout.shard > 1:
-        _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype, is_offloaded=is_offloaded)
+        _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype, held_dtype=held_dtype, is_offloaded=is_offloaded)
     dense = _group(replicas, "copy") if layout.shard > 1 else _group(replicas, "copy", "shard", "context")
     partial = dense + _group(replicas, "tensor")
     expert = ()
@@ -90,6 +98,32 @@ def spread(
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a tensor, sharing its memory; a tensor that is not spread is its own piece."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def hold_gradients(stage: torch.nn.Module) -> None:
+    """Have the gradients of sharded weights add up whole, in float32, on every rank, until `reducing`."""
+    assert isinstance(stage, FSDPModule)
+    stage.set_requires_gradient_sync(False)
+
+
+@contextlib.contextmanager
+def reducing(stage: torch.nn.Module) -> Iterator[None]:
+    """Have a backward pass within reduce what `hold_gradients` held, layer by layer, together with its own."""
+    assert isinstance(stage, FSDPModule)
+    stage.set_requires_gradient_sync(True)
+    try:
+        yield
+    finally:
+        stage.set_requires_gradient_sync(False)
+
+
+def forget_gradients(stage: torch.nn.Module) -> None:
+    """Drop what `hold_gradients` holds; no rank waits for another."""
+    for part in stage.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    held.unsharded_accumulated_grad = None
 
 
 def whole_of(piece: torch.Tensor, *, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -159,9 +193,10 @@ def _shard(
     experts: tuple[str, ...],
     replicas: Replicas,
     dtype: torch.dtype,
+    held_dtype: torch.dtype,
     is_offloaded: bool,
 ) -> None:
-    """Fully sharded data parallelism, layer by layer; experts over the ranks that hold the same ones."""
+    """Fully sharded data parallelism, layer by layer, so that one alone is ever held whole; experts over the ranks of the same ones."""
     settings: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
     if is_offloaded:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=replicas.device.type == "cuda")
@@ -171,16 +206,31 @@ def _shard(
     for name in experts:
         part = module.get_submodule(name.removesuffix("."))
         part.forward = _without_views(part.forward)
+        _cast(part, held_dtype)
         fully_shard(part, mesh=replicas.expert_mesh["rest"], **part_settings)
     layers: Any = module.base_model.layers
     for layer in layers:
         if not isinstance(layer, MissingLayer):
+            _cast(layer, held_dtype)
             fully_shard(layer, mesh=mesh, **part_settings)
+    _cast(stage, held_dtype)
     fully_shard(stage, mesh=mesh, **settings, reshard_after_forward=False)
     for part in stage.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # a factor of 1 by itself is a kind of sum that gloo does not know
+
+
+def _cast(part: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have those parameters of a module that are not sharded yet in another dtype."""
+    done = {module for sharded in part.modules() if isinstance(sharded, FSDPModule) for module in sharded.modules()}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() else tensor
+
+    for module in part.modules():
+        if module not in done and any(parameter.dtype != dtype for parameter in module.parameters(recurse=False)):
+            module._apply(cast, recurse=False)
 
 
 def _without_views(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
