@@ -1,4 +1,7 @@
-"""The transport between GPUs: NCCL through CuPy, a communicator of its own for every call, so that no engine can hold up another.
+"""The transport between GPUs: NCCL through CuPy, a communicator for each engine, so that none can hold up another.
+
+To make one takes NCCL a good part of a second, and memory of both devices; so both ends keep theirs from one policy to the next, and agree
+in the store, before each, that it is the same one. Whoever aborts it forgets it, and the next policy gets a new one.
 
 Bytes travel in uint8 buckets, two at each end: while one is under way, the next is copied to the device, or the one before from it. NCCL
 by itself waits for ever for a peer that is gone, and says nothing; so whoever hangs up says so in the store, and every bucket has a
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,10 +24,13 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.point_to_point import DEADLINE_S, TRAINER, PointToPointReceiver, PointToPointSender
+from pipelinerl.weights.point_to_point import DEADLINE_S, ENGINE, TRAINER, PointToPointReceiver, PointToPointSender
+from pipelinerl.weights.timeline import timeline_of
 
 BUCKET_BYTES = 16 << 20
 """Size of each of two buckets. Larger ones hide NCCL's latency better and take more of the device's memory."""
+NONE = "none"
+"""What an engine says that has no communicator yet."""
 POLL_S = 0.0002
 """Between two looks whether a bucket has arrived: short beside the millisecond that a bucket takes."""
 ASK_S = 0.05
@@ -65,10 +72,15 @@ class Library(Protocol):
         """Enter the communicator of two as `rank`."""
         ...
 
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the host from which buckets are filled beside what else runs: [bytes] uint8."""
+        ...
+
 
 def sender(library: Library | None = None, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> PointToPointSender:
     """The trainer's end. Raises `WeightsError` where there is no NCCL."""
-    return PointToPointSender("nccl", _Connect(library or Cupy()), address=address, deadline_s=deadline_s)
+    found = library or Cupy()
+    return PointToPointSender("nccl", _Connect(found), address=address, deadline_s=deadline_s, reserve=found.host_memory)
 
 
 def receiver(library: Library | None = None, *, deadline_s: float = DEADLINE_S) -> PointToPointReceiver:
@@ -79,18 +91,34 @@ def receiver(library: Library | None = None, *, deadline_s: float = DEADLINE_S) 
 class _Connect:
     def __init__(self, library: Library | None) -> None:
         self._library = library
+        self._kept: dict[str, Communicator] = {}
+        """Communicators that work, by their name in hexadecimal digits: one for each engine, or to the one trainer."""
 
     def __call__(self, store: dist.Store, prefix: str, rank: int, /, *, address: str, deadline: timedelta) -> _Channel:
         """See `point_to_point.Connect`; the store's own deadline bounds the wait for the other end."""
         self._library = self._library or Cupy()
         if rank == TRAINER:
-            store.set(f"{prefix}/id", self._library.unique_id().hex())
-        store.set(f"{prefix}/here/{rank}", "1")
-        store.wait([f"{prefix}/id", f"{prefix}/here/{1 - rank}"], deadline)
+            store.wait([f"{prefix}/here/{ENGINE}"], deadline)
+            kept = store.get(f"{prefix}/here/{ENGINE}").decode()
+            name = kept if kept in self._kept else self._library.unique_id().hex()
+            store.set(f"{prefix}/id", name)
+        else:
+            store.set(f"{prefix}/here/{ENGINE}", next(iter(self._kept), NONE))
+            store.wait([f"{prefix}/id"], deadline)
+            name = store.get(f"{prefix}/id").decode()
+        if name not in self._kept:
+            if rank == ENGINE:  # the one of a trainer that is gone, or that has aborted it
+                self._forget(*self._kept)
+            store.set(f"{prefix}/ready/{rank}", "1")  # both: entering NCCL cannot be aborted
+            store.wait([f"{prefix}/ready/{1 - rank}"], deadline)
+            self._kept[name] = self._library.connect(bytes.fromhex(name), rank)
         line = _Line(store, f"{prefix}/gone", rank)
-        return _Channel(
-            self._library.connect(bytes.fromhex(store.get(f"{prefix}/id").decode()), rank), line=line, deadline_s=deadline.total_seconds()
-        )
+        return _Channel(self._kept[name], line=line, deadline_s=deadline.total_seconds(), forget=lambda: self._forget(name))
+
+    def _forget(self, *names: str) -> None:
+        for name in names:
+            if (communicator := self._kept.pop(name, None)) is not None:
+                communicator.abort()
 
 
 class _Line:
@@ -110,8 +138,9 @@ class _Line:
 class _Channel:
     """See `point_to_point.Channel`."""
 
-    def __init__(self, communicator: Communicator, *, line: _Line, deadline_s: float) -> None:
+    def __init__(self, communicator: Communicator, *, line: _Line, deadline_s: float, forget: Callable[[], None]) -> None:
         self._communicator = communicator
+        self._forget = forget
         self._line = line
         self._deadline_s = deadline_s
         self._buckets = [communicator.bucket(BUCKET_BYTES) for _ in range(2)]
@@ -122,7 +151,7 @@ class _Channel:
             if len(under_way) == len(self._buckets):
                 self._wait(under_way.pop(0))
             bucket = self._buckets[number % 2][: len(part)]
-            bucket.copy_(part)
+            bucket.copy_(part, non_blocking=True)  # from pinned memory beside the other bucket's way; sending it waits for that
             under_way.append(self._communicator.send(bucket))
         for work in under_way:
             self._wait(work)
@@ -139,7 +168,7 @@ class _Channel:
 
     def abort(self) -> None:
         self._line.hang_up()
-        self._communicator.abort()
+        self._forget()
 
     def _take(self, work: Any, bucket: torch.Tensor, part: torch.Tensor) -> None:
         self._wait(work)
@@ -183,6 +212,9 @@ class Cupy:
 
     def connect(self, unique_id: bytes, rank: int) -> Communicator:
         return _CupyCommunicator(self._nccl, communicator_of(self._nccl, unique_id, rank), other=1 - rank)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return timeline_of(torch.device("cuda")).pinned(num_bytes)
 
 
 def unique_id_of(nccl: Any) -> bytes:

@@ -58,8 +58,17 @@ class Connect(Protocol):
 class PointToPointSender:
     """Weight buffers in the trainer's memory, sent to whoever calls: a `Sender`."""
 
-    def __init__(self, scheme: str, connect: Connect, *, address: str = "127.0.0.1", deadline_s: float = DEADLINE_S) -> None:
-        """`scheme` is how names of these weight buffers begin."""
+    def __init__(
+        self,
+        scheme: str,
+        connect: Connect,
+        *,
+        address: str = "127.0.0.1",
+        deadline_s: float = DEADLINE_S,
+        reserve: Callable[[int], torch.Tensor] = lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8),
+    ) -> None:
+        """`scheme` is how names of these weight buffers begin; `reserve` gives memory of the host for one, [bytes] uint8."""
+        self._reserve = reserve
         self._scheme = scheme
         self._connect = connect
         self._deadline = timedelta(seconds=deadline_s)
@@ -78,7 +87,7 @@ class PointToPointSender:
 
     def make(self, number: int, num_bytes: int) -> WeightBuffer:
         name = f"{self._scheme}://{self._address}:{self._server.port}/{self._token}/{number}"
-        return WeightBuffer(name=name, memory=torch.zeros(num_bytes, dtype=torch.uint8))
+        return WeightBuffer(name=name, memory=self._reserve(num_bytes))
 
     def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
         self._offered[int(buffer.name.rpartition("/")[2])] = encoded, buffer.memory[: manifest.num_bytes]

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from pipelinerl.errors import WeightsError
 from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
 from pipelinerl.weights import nccl
 from pipelinerl.weights.base import num_bytes, plan_layout
@@ -86,6 +87,45 @@ def test_a_policy_goes_through_both_buckets_at_once(monkeypatch: pytest.MonkeyPa
     receiver.close()
     pool.close()
     assert sizes.count(size) == 1, sizes
+
+
+class CountingNccl(StandInNccl):
+    """Counts the communicators that an end enters."""
+
+    def __init__(self) -> None:
+        self.num_entered = 0
+
+    def connect(self, unique_id: bytes, rank: int) -> nccl.Communicator:
+        self.num_entered += 1
+        return super().connect(unique_id, rank)
+
+
+def test_one_communicator_serves_policy_after_policy_until_one_of_them_is_refused():
+    trainer, engine = CountingNccl(), CountingNccl()
+    layout = plan_layout({"a": torch.zeros(300, dtype=torch.uint8)})
+    pool = WeightBufferPool(nccl.sender(trainer, deadline_s=20.0), num_bytes=num_bytes(layout), max_buffers=9)
+    receiver = nccl.receiver(engine, deadline_s=20.0)
+
+    def travel(version: int, *, is_another: bool = False) -> None:
+        buffer = pool.acquire(1.0)
+        assert buffer is not None
+        buffer.memory.fill_(version)
+        digest = pool.publish(buffer, seal(version, buffer.memory, layout))
+        found = receiver.fetch(
+            buffer.name, "0" * 32 if is_another else digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8)
+        )
+        assert bool((found.data == version).all())
+
+    for version in (1, 2, 3):
+        travel(version)
+    assert (trainer.num_entered, engine.num_entered) == (1, 1)
+    with pytest.raises(WeightsError, match="announced was 0000"):
+        travel(4, is_another=True)
+    travel(5)
+    travel(6)
+    assert (trainer.num_entered, engine.num_entered) == (2, 2)
+    receiver.close()
+    pool.close()
 
 
 class _Refused(Exception):
