@@ -11,6 +11,7 @@ from orchestrator.rollouts.scorer_tasks import ENVIRONMENT
 from orchestrator.rules.batch import Filtered, Siblings, StepRules, greedy_of, sampled_of
 from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages, token_columns
 from pipelinerl.algorithms.advantage.batch_rule import Credit
+from pipelinerl.algorithms.advantage.graph import leaves
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup, StepScores
 from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
 from pipelinerl.algorithms.method import Method
@@ -128,19 +129,20 @@ def _steps(siblings: Siblings) -> tuple[StepScores, ...] | None:
 
 
 def _turns(siblings: Siblings) -> tuple[StepScores, ...]:
-    """Return a step for each turn: each scores what its environment gave it, and the last also the rest of the reward, so that they sum up
-    to it. Equal states are equal anchors.
+    """Return a step for each turn: each scores what its environment gave it, and every last one also the rest of the reward, so that those
+    of an episode in one line sum up to it. Equal states are equal anchors.
     """
     states = {state: number for number, state in enumerate(sorted({state for member in siblings for state in _states(member)}))}
     found = []
     for member in siblings:
         turns = member.trajectory.turns
         ends = np.zeros(0, np.int64) if turns is None else turns.ends.astype(np.int64)
-        scores = np.zeros(len(ends))
-        if turns is not None and turns.rewards is not None:
-            scores += turns.rewards
-        scores[-1:] += (member.score.reward or 0.0) - scores.sum()
-        found.append(StepScores(ends=ends, scores=scores, anchors=np.array([states[state] for state in _states(member)], np.int64)))
+        parents = None if turns is None or turns.parents is None else turns.parents.astype(np.int64)
+        scores = np.zeros(len(ends)) if turns is None or turns.rewards is None else turns.rewards.astype(np.float64)
+        rest = (member.score.reward or 0.0) - scores.sum()
+        scores += np.where(leaves(len(ends), parents=parents), rest, 0.0)
+        anchors = np.array([states[state] for state in _states(member)], np.int64)
+        found.append(StepScores(ends=ends, scores=scores, anchors=anchors, parents=parents))
     return tuple(found)
 
 

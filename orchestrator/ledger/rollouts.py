@@ -45,8 +45,8 @@ def summary_of(trajectory: Trajectory, *, reward: float | None = None, step: int
     return RolloutSummary(
         step=step,
         reward=reward,
-        oldest_version=int(sampled[0]) if len(sampled) else None,
-        newest_version=int(sampled[-1]) if len(sampled) else None,
+        oldest_version=int(sampled.min()) if len(sampled) else None,  # branches stand end to end, so it need not be the first
+        newest_version=int(sampled.max()) if len(sampled) else None,
         num_tokens=len(sampled),
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipelinerl.data.expert_routes import joined
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Finish, MicroBatch, Sample
+from pipelinerl.messages import Finish, MicroBatch, Nodes, Sample, Trajectory
 
 
 def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teachers: Sequence[str] = ()) -> MicroBatch:
@@ -34,6 +34,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teache
         weights=np.array([sample.weight for sample in samples], np.float32) if any(sample.weight != 1.0 for sample in samples) else None,
         teacher_ids=np.array(named, np.int32) if teachers else None,
         routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
+        nodes=_nodes_of(trajectories),
     )
 
 
@@ -42,6 +43,23 @@ def teacher_of(columns: Mapping[str, Any], teachers: Sequence[str], *, where: st
     if (name := columns.get("teacher")) not in teachers:
         raise DataError(f"{where}: column teacher is {name!r}, expected one of {', '.join(teachers)} (reference.teachers)")
     return tuple(teachers).index(str(name))
+
+
+def _nodes_of(trajectories: Sequence[Trajectory]) -> Nodes | None:
+    """Return the nodes of all samples, one for a sample that is one sequence; None where every one is."""
+    if all(trajectory.nodes is None for trajectory in trajectories):
+        return None
+    parents: list[int] = []
+    lengths: list[int] = []
+    for trajectory in trajectories:
+        if trajectory.nodes is None:
+            parents.append(-1)
+            lengths.append(trajectory.num_tokens)
+        else:
+            first = len(parents)
+            parents += [parent if parent < 0 else first + parent for parent in trajectory.nodes.parents.tolist()]
+            lengths += trajectory.nodes.lengths.tolist()
+    return Nodes(parents=np.array(parents, np.int32), lengths=np.array(lengths, np.int32))
 
 
 def _join(columns: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from orchestrator.rollouts.multi_turn import Episode, end_to_end
+from orchestrator.rollouts.multi_turn import Episode
+from orchestrator.rollouts.trajectories import end_to_end
 from pipelinerl.messages import Completion, Finish, Generate, Prompt, Result, Sampling, Trajectory
 
 LOST_ENVIRONMENT = "environment: the process that held it is gone"

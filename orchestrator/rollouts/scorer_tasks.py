@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from orchestrator.rollouts.multi_turn import Episode
+from orchestrator.rollouts.trajectories import last_line
 from pipelinerl.messages import Finish, Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
 
 
 def reward_task(trajectory: Trajectory) -> ScorerTask:
-    """Return the task to score the tokens after the prompt."""
+    """Return the task to score the tokens after the prompt, of an episode that branches those up to its last turn."""
     return _task(RequestKind.REWARD, (trajectory,))
 
 
@@ -90,13 +91,13 @@ def unscored(trajectory: Trajectory) -> Score:
 
 
 def _task(kind: RequestKind, trajectories: Sequence[Trajectory]) -> ScorerTask:
-    first = trajectories[0]
+    first, shown = trajectories[0], [last_line(each) for each in trajectories]
     return ScorerTask(
         kind=kind,
         rollout_id=first.rollout_id,
         attempt=first.attempt,
         prompt=first.prompt,
-        completions=tuple(each.token_ids[len(each.prompt.token_ids) :] for each in trajectories),
+        completions=tuple(token_ids for token_ids, _ in shown),
         finishes=tuple(each.finish for each in trajectories),
-        turns=tuple(each.turns for each in trajectories),
+        turns=tuple(turns for _, turns in shown),
     )

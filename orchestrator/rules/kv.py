@@ -88,15 +88,30 @@ def squared_lags(versions: npt.NDArray[np.int32], *, num_prompt: int, recomputed
 
 def squared_lags_of(trajectory: Trajectory, *, trained: int) -> tuple[float, int]:
     """Return `squared_lags` summed over the turns of a rollout. The cache before a turn is computed anew where the version has changed."""
-    edges = np.flatnonzero(np.diff(trajectory.versions != UNSAMPLED, prepend=False, append=False)).reshape(-1, 2).tolist()
-    num_prompt = edges[0][0] if edges else 0
+    num_prompt = len(trajectory.prompt.token_ids)
     found = [
         squared_lags(
             trajectory.versions[start:end],
-            num_prompt=start,
+            num_prompt=num_before,
             recomputed=[at for place in trajectory.recomputed if (at := place + num_prompt - start) >= 0],
             trained=trained,
         )
-        for start, end in edges
+        for start, end, num_before in _turns_of(trajectory)
     ]
     return sum(square for square, _ in found), sum(count for _, count in found)
+
+
+def _turns_of(trajectory: Trajectory) -> Iterable[tuple[int, int, int]]:
+    """Yield (start, end, number of tokens before it) of each stretch that was sampled at once."""
+    if trajectory.nodes is None:
+        for start, end in np.flatnonzero(np.diff(trajectory.versions != UNSAMPLED, prepend=False, append=False)).reshape(-1, 2).tolist():
+            yield start, end, start
+        return
+    start, lengths = 0, list[int]()
+    """Tokens of the path to each node."""
+    for parent, num in zip(trajectory.nodes.parents.tolist(), trajectory.nodes.lengths.tolist(), strict=True):
+        num_before = lengths[parent] if parent >= 0 else 0
+        if trajectory.loss_mask[start]:
+            yield start, start + num, num_before
+        lengths.append(num_before + num)
+        start += num

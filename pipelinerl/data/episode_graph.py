@@ -197,11 +197,7 @@ class EpisodeGraph(Message, frozen=True):
 
         A sampled node of several rows has its loss in the first of them only. Given nodes after the last sampled one are in no row.
         """
-        followed: set[int] = set()
-        for index in reversed(range(len(self.nodes))):  # children before parents
-            if self.nodes[index].is_sampled or index in followed:
-                followed.add(self.nodes[index].parent)
-        seen: set[int] = set()
+        followed, seen = self.followed(), set[int]()
         rows: list[EpisodeRow] = []
         for index, node in enumerate(self.nodes):
             if node.is_sampled and index not in followed:
@@ -210,6 +206,14 @@ class EpisodeGraph(Message, frozen=True):
                 seen.update(trained)
                 rows.append(self._row(path, trained))
         return tuple(rows)
+
+    def followed(self) -> set[int]:
+        """Return the nodes that a sampled one follows, next or later; -1 is among them where there is a sampled node at all."""
+        found: set[int] = set()
+        for index in reversed(range(len(self.nodes))):  # children before parents
+            if self.nodes[index].is_sampled or index in found:
+                found.add(self.nodes[index].parent)
+        return found
 
     def _row(self, path: tuple[int, ...], trained: tuple[int, ...]) -> EpisodeRow:
         nodes = [self.nodes[each] for each in path]

@@ -8,7 +8,7 @@ import math
 import msgspec
 import numpy as np
 
-from pipelinerl.messages.base import Figures, Float32, Id, Int32, Mask, Message, Outcome, Prompt, Text, check_lengths
+from pipelinerl.messages.base import Figures, Float32, Id, Int32, Mask, Message, Nodes, Outcome, Prompt, Text, check_lengths
 from pipelinerl.messages.engine import Finish, Recomputed, Routes
 from pipelinerl.messages.prm import EarlyStopDecision, TraceScores
 from pipelinerl.messages.scorer import Turns
@@ -46,7 +46,12 @@ class Lent(Message, frozen=True):
 
 
 class Trajectory(Message, frozen=True):
-    """A finished rollout: the whole token sequence as the engine saw and sampled it."""
+    """A finished rollout: the whole token sequence as the engine saw and sampled it.
+
+    An episode that branches has its nodes end to end, each token once, first the prompt. So every sampled token is in the loss once, what
+    sums over tokens is right whatever the shape, and a rollout is placed, trained and recorded whole; its rows are made where the trainer
+    lays it out (`trainer.rows.branches`).
+    """
 
     rollout_id: Id
     group_id: int
@@ -82,12 +87,32 @@ class Trajectory(Message, frozen=True):
     is_greedy: bool = False
     """True where it was sampled at temperature 0 beside its siblings. It serves only for its reward, which is their baseline, and never
     trains."""
+    nodes: Nodes | None = None
+    """Its nodes, in the order of the tokens; None where it is one sequence."""
 
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "loss_mask", "logprobs", "versions")
+        if self.nodes is not None:
+            self._check_nodes(self.nodes)
         if self.routes is not None and self.routes.num_rows != len(self.token_ids) - 1:
             rows, expected = self.routes.num_rows, len(self.token_ids) - 1
             raise ValueError(f"Trajectory {self.rollout_id}: routes of {rows} tokens, expected {expected}, all but the last")
+
+    def _check_nodes(self, nodes: Nodes) -> None:
+        """Raise `ValueError` unless each node is wholly sampled or wholly given, and versions fall along no path."""
+        if int(nodes.lengths.sum()) != len(self.token_ids):
+            raise ValueError(f"Trajectory {self.rollout_id}: nodes of {nodes.lengths.tolist()} tokens, expected {len(self.token_ids)}")
+        ends = np.cumsum(nodes.lengths).tolist()
+        newest: list[int] = []
+        for parent, start, end in zip(nodes.parents.tolist(), [0, *ends[:-1]], ends, strict=True):
+            versions, mask = self.versions[start:end], self.loss_mask[start:end]
+            before = newest[parent] if parent >= 0 else UNSAMPLED
+            if mask.any() and (not mask.all() or (np.diff(versions, prepend=before) < 0).any()):
+                raise ValueError(
+                    f"Trajectory {self.rollout_id}: node {len(newest)} has versions {versions.tolist()} after {before}, expected a node"
+                    " that is sampled whole, under versions that do not fall along its path"
+                )
+            newest.append(int(versions[-1]) if mask.any() else before)
 
     @property
     def num_tokens(self) -> int:

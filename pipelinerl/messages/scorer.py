@@ -98,17 +98,24 @@ class Turns(Message, frozen=True):
     """[K] int32, position of each turn's last token."""
     states: Annotated[tuple[Id, ...], msgspec.Meta(max_length=1 << 16)]
     """[K] name of the state that each turn answers; the names are equal for equal states of sibling rollouts."""
+    parents: Int32 | None = None
+    """[K] int32, turn that each continues, an earlier one, -1 for a first one; None where each continues the one before it."""
     rewards: Float32 | None = None
-    """[K] float32, the environment's own reward of each turn; None where it gives none."""
+    """[K] float32, the environment's own reward of each turn, 0.0 for one that it did not hear; None where it gives none."""
 
     def __post_init__(self) -> None:
-        check_lengths(self, "starts", "ends", "states", *(("rewards",) if self.rewards is not None else ()))
+        check_lengths(self, *(name for name in ("starts", "ends", "states", "parents", "rewards") if getattr(self, name) is not None))
         borders = np.stack((self.starts, self.ends), 1).ravel()
-        if not len(borders) or borders[0] < 0 or (self.ends < self.starts).any() or (self.starts[1:] <= self.ends[:-1] + 1).any():
+        gap = int(self.parents is None)
+        if not len(borders) or borders[0] < 0 or (self.ends < self.starts).any() or (self.starts[1:] <= self.ends[:-1] + gap).any():
             raise ValueError(
                 f"Turns: from {self.starts.tolist()} to {self.ends.tolist()}, expected at least one, from 0 on, each with a token"
                 " and at least one of the environment before the next"
             )
+        if self.parents is not None and ((self.parents < -1) | (self.parents >= np.arange(len(self.parents)))).any():
+            raise ValueError(f"Turns: parents {self.parents.tolist()}, expected earlier turns, or -1")
+        if self.rewards is not None and not np.isfinite(self.rewards).all():
+            raise ValueError(f"Turns: rewards {self.rewards.tolist()}, expected finite numbers")
 
     def mask(self, num_tokens: int) -> Mask:
         """Return [num_tokens] bool, true where the policy sampled the token."""

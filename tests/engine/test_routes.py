@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.rollouts.micro_batch import micro_batch_of
-from orchestrator.rollouts.multi_turn import end_to_end
+from orchestrator.rollouts.trajectories import end_to_end
 from pipelinerl.data.expert_routes import table_of, unknown
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread

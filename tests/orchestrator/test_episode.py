@@ -155,8 +155,8 @@ def test_a_turn_that_was_cut_off_is_not_heard_and_has_no_reward():
 
 def test_an_episode_that_begins_again_has_nothing_of_its_past():
     episode = stateful().observe(observed(40, state="start", turn=0)).said(said(3, first=10, turn=0)).restarted()
-    assert (episode.context.tolist(), episode.num_turns, episode.turns, episode.rewards) == ([100, 101], 0, None, ())
-    assert (episode.is_over, episode.num_restarts, episode.newest_version, episode.states) == (False, 1, -1, ("prompt",))
+    assert (episode.context.tolist(), episode.num_turns, episode.turns) == ([100, 101], 0, None)
+    assert (episode.is_over, episode.num_restarts, episode.newest_version, episode.state) == (False, 1, -1, "prompt")
 
 
 def test_turns_score_what_their_environment_gave_them_and_sum_up_to_the_reward():

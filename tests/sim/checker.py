@@ -51,10 +51,10 @@ def _of_ledger(rows: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def _of_both(rows: Sequence[tuple[Any, ...]], record: TrainerRecord) -> list[str]:
-    booked = {row[0]: (row[5], row[7]) for row in rows if row[3] == "trained"}
-    seen = {rollout: (step, record.oldest[rollout]) for rollout, step in record.trained.items()}
+    booked = {row[0]: (row[5], row[7], row[9]) for row in rows if row[3] == "trained"}
+    seen = {rollout: (step, record.oldest[rollout], record.num_tokens[rollout]) for rollout, step in record.trained.items()}
     return [
-        f"{rollout}: the ledger says (step, oldest version) {booked.get(rollout)}, the trainer saw {seen.get(rollout)}"
+        f"{rollout}: the ledger says (step, oldest version, tokens) {booked.get(rollout)}, the trainer saw {seen.get(rollout)}"
         for rollout in sorted(booked.keys() | seen.keys())
         if booked.get(rollout) != seen.get(rollout)
     ]

@@ -397,6 +397,10 @@ class TrainerRecord:
     """In the loss, of every rollout trained."""
     oldest: dict[str, int] = dataclasses.field(default_factory=dict)
     """Version of its oldest token."""
+    num_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Tokens with a loss, of every rollout trained."""
+    branching: list[str] = dataclasses.field(default_factory=list)
+    """Rollouts that are no single sequence."""
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Tokens with a loss, by step."""
     sealed: dict[int, StepClosed] = dataclasses.field(default_factory=dict)
@@ -518,6 +522,7 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
             token_ids=batch.token_ids[part],
             loss_mask=batch.loss_mask[part],
             versions=batch.versions[part],
+            paths=_paths(batch, start=start, end=start + length),
             record=record,
         )
         assert batch.engine_ids is not None
@@ -528,19 +533,62 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
         start += length
 
 
+def _paths(batch: MicroBatch, *, start: int, end: int) -> list[list[tuple[int, int]]]:
+    """The spans of each node of a sample and of those it continues, the last its own; none for a sample that is one sequence."""
+    if batch.nodes is None:
+        return []
+    paths: list[list[tuple[int, int]]] = []
+    at = 0
+    for parent, length in zip(batch.nodes.parents.tolist(), batch.nodes.lengths.tolist(), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), (at - start, at - start + length)])
+        at += length
+    found = [path for path in paths if path[-1][0] >= 0 and path[-1][1] <= end - start]
+    return found if len(found) > 1 else []
+
+
 def _note_sample(
-    rollout_id: str, *, step: int, token_ids: np.ndarray, loss_mask: np.ndarray, versions: np.ndarray, record: TrainerRecord
+    rollout_id: str,
+    *,
+    step: int,
+    token_ids: np.ndarray,
+    loss_mask: np.ndarray,
+    versions: np.ndarray,
+    paths: list[list[tuple[int, int]]],
+    record: TrainerRecord,
 ) -> None:
     if rollout_id in record.trained:
         record.repeated.append(rollout_id)
     sampled = versions[loss_mask].tolist()
-    if sampled != sorted(sampled) or not _is_as_sampled(token_ids, loss_mask=loss_mask, versions=versions):
+    lines = [np.concatenate([np.arange(start, end) for start, end in path]) for path in paths]
+    rising = all(_rises(versions[line][loss_mask[line]]) for line in lines or [np.arange(len(versions))])
+    if lines:
+        is_right = all(_is_node_as_sampled(line, path[-1], token_ids, loss_mask, versions) for line, path in zip(lines, paths, strict=True))
+        record.branching.append(rollout_id)
+        record.turns[rollout_id] = sum(bool(loss_mask[path[-1][0]]) for path in paths)
+    else:
+        is_right = _is_as_sampled(token_ids, loss_mask=loss_mask, versions=versions)
+        record.turns[rollout_id] = int(np.count_nonzero(np.diff(loss_mask, append=False) & loss_mask))
+    if not rising or not is_right:
         record.mislabelled.append(rollout_id)
-    record.turns[rollout_id] = int(np.count_nonzero(np.diff(loss_mask, append=False) & loss_mask))
     record.trained[rollout_id] = step
     record.oldest[rollout_id] = min(sampled)
+    record.num_tokens[rollout_id] = len(sampled)
     record.tokens[step] += len(sampled)
     record.samples[step] += 1
+
+
+def _rises(versions: np.ndarray) -> bool:
+    return versions.tolist() == sorted(versions.tolist())
+
+
+def _is_node_as_sampled(line: np.ndarray, own: tuple[int, int], token_ids: np.ndarray, loss_mask: np.ndarray, versions: np.ndarray) -> bool:
+    """True where a node is given, or is what an engine samples after the path to it."""
+    mask = loss_mask[slice(*own)]
+    if not mask.all():
+        return not mask.any()
+    before = token_ids[line[: len(line) - len(mask)]]
+    said = [token(before, position=at, version=version) for at, version in enumerate(versions[slice(*own)].tolist(), start=1)]
+    return token_ids[slice(*own)].tolist() == said
 
 
 def _is_as_sampled(token_ids: np.ndarray, *, loss_mask: np.ndarray, versions: np.ndarray) -> bool:

@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.messages import MicroBatch
+from pipelinerl.messages import MicroBatch, Nodes
 from tests.sim import checker, peers
 from tests.sim.run import Simulated, config, run
 
@@ -103,6 +104,10 @@ def is_trained_but_booked_as_failed(rows: Rows, record: peers.TrainerRecord) -> 
     row[at("fate")], row[at("reason")] = "failed", "timeout"
 
 
+def has_a_turn_in_two_rows(rows: Rows, record: peers.TrainerRecord) -> None:
+    record.num_tokens[first(rows, "trained")[0]] += 3
+
+
 def is_trained_twice(rows: Rows, record: peers.TrainerRecord) -> None:
     record.repeated.append("0/0")
 
@@ -163,8 +168,9 @@ DOCTORED: dict[Callable[[Rows, peers.TrainerRecord], None], str] = {
     is_booked_in_another_step: "the ledger says",
     is_booked_as_younger: "the ledger says",
     is_booked_as_trained_but_was_not: "the trainer saw None",
-    is_trained_but_not_booked: "the ledger says (step, oldest version) None",
-    is_trained_but_booked_as_failed: "the ledger says (step, oldest version) None",
+    is_trained_but_not_booked: "the ledger says (step, oldest version, tokens) None",
+    is_trained_but_booked_as_failed: "the ledger says (step, oldest version, tokens) None",
+    has_a_turn_in_two_rows: "the ledger says",
     is_trained_twice: "0/0 trained twice",
     has_a_wrong_stamp: "0/0 carries versions that did not sample its tokens",
     is_too_old: "trained at step 2 with a token of version -1",
@@ -234,3 +240,39 @@ def test_the_simulated_trainer_notices_a_rollout_that_comes_twice():
     for _ in range(2):
         peers.note(micro_batch([4, 4, 5]), record)
     assert record.repeated == ["0/0"]
+
+
+def branching(*, parents: list[int], versions: list[int]) -> MicroBatch:
+    """Nodes 7 8 (given), a turn under version 4, 9 (given after it), a turn under 5 after that, and one under 4 beside the first turn."""
+    prompt, between = [7, 8], 9
+    first = peers.token(np.array(prompt), position=1, version=4)
+    second = peers.token(np.array([*prompt, first, between]), position=1, version=5)
+    token_ids = np.array([*prompt, first, between, second, first], np.int32)
+    loss_mask = np.array([False, False, True, False, True, True])
+    return msgspec.structs.replace(
+        micro_batch([4, 4, 5]),
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        logprobs=np.zeros(6, np.float32),
+        versions=np.array([-1, -1, versions[0], -1, *versions[1:]], np.int32),
+        advantages=np.zeros(6, np.float32),
+        lengths=np.array([6], np.int32),
+        nodes=Nodes(parents=np.array(parents, np.int32), lengths=np.array([2, 1, 1, 1, 1], np.int32)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parents", "versions", "is_right"),
+    [
+        ([-1, 0, 1, 2, 0], [4, 5, 4], True),
+        ([-1, 0, 1, 2, 1], [4, 5, 4], False),
+        ([-1, 0, 1, 0, 0], [4, 5, 4], False),
+        ([-1, 0, 1, 2, 0], [4, 5, 5], False),
+        ([-1, 0, 1, 2, 0], [6, 5, 4], False),
+    ],
+)
+def test_the_simulated_trainer_tells_a_wrong_branch_by_the_token(parents: list[int], versions: list[int], is_right: bool):
+    record = peers.TrainerRecord()
+    peers.note(branching(parents=parents, versions=versions), record)
+    assert (record.mislabelled == []) == is_right
+    assert (record.branching, record.num_tokens, record.turns) == (["0/0"], {"0/0": 3}, {"0/0": 3})
