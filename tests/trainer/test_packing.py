@@ -20,7 +20,9 @@ Samples = list[dict[str, np.ndarray]]
 
 
 def _mixed_samples() -> Samples:
-    """Lengths from 2 to 100 (short and long attention), repeated lengths, and siblings of one short and of one long prompt."""
+    """Lengths from 2 to 100 (short and long attention), repeated lengths, siblings of one short and of one long prompt, and turns: two rows
+    that go on from 96 tokens of the longest, 36 of which were sampled there, and from 40 more of one another.
+    """
     generator = np.random.default_rng(0)
     samples = [make_sample(generator, prompt=p, completion=c) for p, c in [(1, 1), (7, 6), (7, 6), (3, 40), (60, 40), (5, 2)]]
     for prompt in (6, 50):
@@ -28,7 +30,10 @@ def _mixed_samples() -> Samples:
         for sibling in siblings:
             sibling["token_ids"][:prompt] = siblings[0]["token_ids"][:prompt]
         samples += siblings
-    return samples
+    turns = [make_sample(generator, prompt=prompt, completion=completion) for prompt, completion in ((96, 45), (136, 9))]
+    for turn, before, shared in ((turns[0], samples[4], 96), (turns[1], turns[0], 136)):
+        turn["token_ids"][:shared] = before["token_ids"][:shared]
+    return [*samples, *turns]
 
 
 def _logprobs_alone(folder: Path, samples: Samples, *, temperature: float) -> tuple[torch.Tensor, torch.nn.Module]:
