@@ -10,9 +10,10 @@ early stop     where rollouts may be stopped, an attempt is decided about once, 
 baseline       where groups have a greedy sibling, it is never assigned, ends as filtered by that reason where it has a reward, and no
                sibling of one without a reward is assigned
 comparison     where siblings are compared, each is so once, after its own score, and none is assigned before
-exactly once   a sample is assigned to one step, packed in one position of one row, and trained in that step; a step is done once and in
-               turn, and is done again only after the trainer started from a checkpoint that does not hold it; a trainer that survives
-               the orchestrator goes on at a step it has not done
+exactly once   a sample is assigned to one step, packed in one position of one row, and trained in that step, with as many sampled tokens
+               as were generated, each once whatever the shape of its episode; a step is done once and in turn, and is done again only
+               after the trainer started from a checkpoint that does not hold it; a trainer that survives the orchestrator goes on at
+               a step it has not done
 staleness      no trained token is more than K versions older than the step that trains it, none is newer
 batches        a closed step has its B groups, each whole, and the rows, samples and tokens that its entry says
 checkpoints    name the commit under which their last step was closed, and hold exactly the samples of the steps before them; one that is
