@@ -163,10 +163,11 @@ def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would(
         supplied_method_of(run_with("gigpo", reference="models/base"))
 
 
-def test_an_environment_supplies_what_gigpo_compares() -> None:
-    settings = run_with("gigpo")
+@pytest.mark.parametrize("name", ["gigpo", "hgpo", "tree_grpo", "tree_rpo", "mt_grpo"])
+def test_an_environment_supplies_what_methods_of_turns_compare(name: str) -> None:
+    settings = run_with(name)
     environment = settings.environment.model_copy(update={"function": "game.py:reply"})
-    assert supplied_method_of(settings.model_copy(update={"environment": environment})).name == "gigpo"
+    assert supplied_method_of(settings.model_copy(update={"environment": environment})).name == name
 
 
 def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> None:
@@ -303,6 +304,9 @@ def test_a_group_of_one_may_train_with_a_rule_that_compares_no_siblings() -> Non
         ("decoupled_ppo", "needs old_logprobs"),
         ("grpo_deepseekmath", "needs reference_logprobs"),
         ("gigpo", "needs anchors"),
+        ("hgpo", "needs anchors"),
+        ("tree_grpo", "needs turns"),
+        ("mt_grpo", "needs turns"),
         ("process_grpo", "needs step_scores"),
         ("m2po", "needs whole_step"),
         ("clip_cov", "needs whole_step"),
