@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.replay.__main__ import replay
@@ -121,6 +122,24 @@ def test_the_trained_model_differs_and_is_served_again_and_adapters_travel_alone
     assert any(text.startswith("adapters are served separately") for text in choices), choices
     published = (run_folder / "adapter" / "adapter_model.safetensors").stat().st_size
     assert published < whole / 4
+
+
+def test_two_runs_of_one_seed_begin_with_the_same_step(settings: Path, run_of: Callable[[str], Path]):
+    """Where generation and training take turns. Log-probabilities hang in their last digits on which sequences shared a forward pass."""
+    overrides = (f"model.path={run_of('streaming') / 'model'}", "lora.rank=4", "weights.adapters=separate", "trainer.steps=1")
+    recordings = [read_recording(folder / "ledger.sqlite") for folder in (run_of("sync"), ended(settings, "sync", *overrides))]
+    first, second = (
+        {member.trajectory.rollout_id: (member, group) for group in recording.groups if group.step == 0 for member in group.members}
+        for recording in recordings
+    )
+    assert len(first) == 32
+    assert first.keys() == second.keys()
+    for name, (one, group) in first.items():
+        other, its_group = second[name]
+        assert one.trajectory.token_ids.tolist() == other.trajectory.token_ids.tolist()
+        np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
+        assert one.score.reward == other.score.reward
+        np.testing.assert_array_equal(group.results[name].advantages, its_group.results[name].advantages)
 
 
 def wait_for_steps(run_folder: Path, number: int) -> None:
