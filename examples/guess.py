@@ -27,7 +27,7 @@ class Guess:
         """What the model sees next, the reward of its turn, and whether the game is over."""
         said = message.strip("=")
         if not said.isdigit() or len(said) > 1:
-            return None, -0.5, True
+            return None, 0.0, True  # no less than a turn that never ends, or the model would learn not to end it
         guess = int(said)
         if guess == self._digit:
             return None, 1.0, True
@@ -36,4 +36,4 @@ class Guess:
             self._low = max(self._low, guess + 1)
         else:
             self._high = min(self._high, guess - 1)
-        return "higher=" if guess < self._digit else "lower=", 0.0 if was_possible else -0.25, False
+        return "higher=" if guess < self._digit else "lower=", 0.1 if was_possible else 0.0, False
