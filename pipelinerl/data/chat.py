@@ -95,7 +95,8 @@ def text_of(content: Any) -> str:
 
 def _for_template(message: Message) -> dict[str, Any]:
     """Return a message as templates read it: text as one string, and the arguments of tool calls as objects, not as their JSON."""
-    plain = {name: value for name, value in message.items() if value is not None} | {"content": text_of(message.get("content"))}
+    plain: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
+    plain["content"] = text_of(message.get("content"))
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [dict(call) | {"function": _function(call.get("function", {}))} for call in calls]
     return plain

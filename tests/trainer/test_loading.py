@@ -42,8 +42,8 @@ def test_a_model_read_in_the_dtype_of_its_files_takes_no_memory_of_the_process(t
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     whole = 2 * sum(tensor.nbytes for tensor in tensors.values())
     del tensors, model
-    on_disk = dtype_on_disk(tmp_path)
-    assert on_disk == torch.bfloat16
+    on_disk = torch.bfloat16
+    assert dtype_on_disk(tmp_path) == on_disk
     language_model(tmp_path, dtype=on_disk)  # what is imported at the first time is not the model's
     taken = []
     for dtype in (on_disk, torch.float32):

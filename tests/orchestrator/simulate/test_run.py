@@ -14,6 +14,7 @@ from orchestrator.rules import admission as live_admission
 from orchestrator.rules.batch import BatchCut
 from orchestrator.simulate.draws import Distribution, fixed
 from orchestrator.simulate.events import Events
+from orchestrator.simulate.rollouts import Rollout
 from orchestrator.simulate.run import Simulated, _Run, simulate
 from orchestrator.simulate.summary import hangs_on, summary_of
 from orchestrator.simulate.world import EngineWorld, Faults, ScoringWorld, SyncWorld, TrainerWorld, World
@@ -251,7 +252,12 @@ def test_what_an_engine_had_when_it_died_begins_anew_elsewhere():
     run = _Run(config(), ON_PAPER, seed=0, faults=Faults(), events=Events(), journal=None)
     given: list[tuple[str, int, int, float]] = []
     score = run.generation.on_finished
-    run.generation.on_finished = lambda one: (given.append((one.name, one.attempt, one.num_sampled, one.finished_s)), score(one))
+
+    def give(one: Rollout) -> None:
+        given.append((one.name, one.attempt, one.num_sampled, one.finished_s))
+        score(one)
+
+    run.generation.on_finished = give
     run.events.at(2.5, lambda: run._kill_engine(0))
     run.events.run(until=lambda: len(given) == 4, limit_s=100.0)
     assert given == [("1/0", 0, 4, 4.0), ("1/1", 0, 4, 4.0), ("0/0", 1, 4, 7.0), ("0/1", 1, 4, 7.0)]
