@@ -121,9 +121,16 @@ def make_samples() -> list[dict[str, np.ndarray]]:
 
 
 def train(
-    replicas: Replicas, *, folder: Path, method: str, dtype: str = "float32", max_logits: int = room.LEAST_BYTES // 4, **options: bool
+    replicas: Replicas,
+    *,
+    folder: Path,
+    method: str,
+    dtype: str = "float32",
+    max_logits: int = room.LEAST_BYTES // 4,
+    num_steps: int = NUM_STEPS,
+    **options: bool,
 ) -> dict[str, Any]:
-    """Train two steps of seven rows; what came of it, as this rank knows it. A pipeline takes several passes for them."""
+    """Train some steps of seven rows; what came of it, as this rank knows it. A pipeline takes several passes for them."""
     samples = make_samples()
     rows = [samples[:3], samples[3:4], samples[4:8], samples[8:9], samples[9:10], samples[10:13], samples[13:]]
     model = make_model(folder, replicas=replicas, temperature=0.8, dtype=dtype, gives_square_sums=method == "otb", **options)
@@ -139,7 +146,7 @@ def train(
     optimizer._adamw.register_step_pre_hook(keep_gradients)
     metrics: dict[str, float] = {}
     num_rounds = -(-len(rows) // replicas.layout.replicas)
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         few = (mock.patch.object(backend, "ROWS_PER_RANK", 2), mock.patch.object(trie, "LEAST", 2))
         with few[0], few[1], mock.patch.object(room, "LEAST_BYTES", 4 * max_logits):
             for round_index in range(num_rounds):
@@ -194,13 +201,15 @@ def test_a_layout_trains_as_one_process(
 
 
 def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Two updates move a weight by up to 2e-3; where rounding to 8 bits turns the sign of a small gradient, apart."""
-    job = functools.partial(train, folder=folders["qwen3"], method="grpo", dtype="bfloat16")
+    """An update moves a weight by up to 1e-3; where rounding to 8 bits turns the sign of a small gradient, apart. A second one would begin
+    with tokens at the edge of the clip, and rounding says on which side they fall.
+    """
+    job = functools.partial(train, folder=folders["qwen3"], method="grpo", dtype="bfloat16", num_steps=1)
     expected = job(Replicas(ranks=1, deadline_s=60))
     layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, context=2), Layout(ranks=2, pipeline=2)]
     for ranks in run_jobs([(layout, job) for layout in layouts], tmp_path):
         for rank in ranks:
-            assert rank["metrics"]["grad_norm"] == pytest.approx(expected["metrics"]["grad_norm"], rel=0.03)
+            assert rank["metrics"]["grad_norm"] == pytest.approx(expected["metrics"]["grad_norm"], rel=0.01)
             assert rank["weights"].keys() == expected["weights"].keys()
             for name, weight in rank["weights"].items():
                 assert weight.dtype == torch.bfloat16
