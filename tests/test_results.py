@@ -21,8 +21,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     bench = None
     for what, figure, command in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE):
         if command != "same":
-            found = re.search(r"scripts/bench/(\w+)\.py", command)
-            bench = found and found[1]
+            found = re.search(r"scripts/bench/(\w+)\.py(?: --part (\w+))?", command)
+            bench = found and "-".join(filter(None, found.groups()))
         if bench is not None:
             yield what, figure, bench
 

@@ -6,7 +6,7 @@ transformers forward and backward of the same samples: as rewards come (most gro
 all weights and LoRA. `start`: from the command to the first trained step, process by process, for this model and for the demo's.
 `idle`: how long the engine has nothing to do in a run of which the trainer is not the limit.
 
-`--part` measures one of them and stores it apart; all of them take about ten minutes. `--quick` has six layers, and measures engine and
+`--part` measures one of them and stores it apart; all of them take about ten minutes. `--quick` has three layers, and measures engine and
 trainer. `--model` takes a model folder in place of random weights, which cost the same.
 """
 
@@ -27,7 +27,9 @@ from scripts.bench.verdict import Work
 FOLDER = Path("runs/bench-real")
 ENGINE_CORE, TRAINER_CORE = 0, 1
 PARTS = ("engine", "trainer", "start", "idle")
-QUICK_LAYERS = 6
+QUICK_LAYERS = 3
+LIMITED = 0.05
+"""Part of the time for which a trainer at least waits that is not the limit of its run."""
 ENGINE_SIZE = {"num_sequences": 48, "num_tokens": 32, "num_prompt_tokens": 32}
 QUICK_ENGINE_SIZE = {"num_sequences": 16, "num_tokens": 12, "num_prompt_tokens": 12}
 CASES = (("all weights", False, 0.0, 1.2), ("LoRA", True, 0.0, 1.2), ("all weights", False, real_model.EQUAL_REWARD, 1.5))
@@ -90,7 +92,7 @@ def _engine(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
 
 def _trainer(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
     for name, lora, equal_reward, goal in CASES[:1] if is_quick else CASES:
-        size = {"num_groups": 1 if not equal_reward else 7, "rounds": 2 if not equal_reward else 1, "row_tokens": 4096}
+        size = {"num_groups": 1 if not equal_reward else 7, "rounds": 1 if equal_reward or is_quick else 2, "row_tokens": 4096}
         with_signal = "every group has a signal" if not equal_reward else f"{equal_reward:.0%} of groups have equal rewards"
         shown = harness.steadily(lambda options=(lora, equal_reward, size): _trained(model, *options))
         what = f"{name}, {with_signal}"
@@ -126,9 +128,12 @@ def _start(found: harness.Measured, model: Path) -> None:
 
 def _idle(found: harness.Measured, model: Path) -> None:
     folder = _fresh("idle")
-    command = real_run.command_of_run(real_run.settings(folder, model, num_steps=100, max_running=4))
+    command = real_run.command_of_run(real_run.settings(folder, model, num_steps=100, max_running=2))
     told = harness.steadily(lambda: real_run.idle(command, folder=folder, steps=range(2, 8), deadline_s=240))
     found.rows += [{"part": "idle", "what": what, "of the time": value} for what, value in told.items()]
+    if told["trainer without a row"] < LIMITED:
+        found.notes.append("the trainer was the limit of this run, so the engine's idle time is not held to its goal: lower max_running")
+        return
     found.goals.append(harness.at_most("engine idle where the trainer is not the limit", told["engine without a sequence"], 0.05))
 
 
