@@ -143,6 +143,7 @@ class Pipeline:
             section=config.gateway,
             sampling=parts.sampling(temperature=config.rollout.temperature),
             max_context_tokens=min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens),
+            max_tokens=config.batch.max_tokens,
             vocabulary=parts.given.vocabulary,
         )
         ledger, watch = parts.given.ledger, parts.watch

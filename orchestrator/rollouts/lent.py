@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from orchestrator.rollouts import trajectories
 from orchestrator.rollouts.multi_turn import FIRST_STATE
 from orchestrator.rollouts.rollout import Rollout
 from orchestrator.rules.validation.violations import Kind, Violation
-from pipelinerl.data.episode_graph import EpisodeGraph, EpisodeRow
-from pipelinerl.messages import NO_NODE, UNSAMPLED, AgentTurn, Finish, Lent, Trajectory, Turns
+from pipelinerl.data.episode_graph import EpisodeGraph
+from pipelinerl.messages import NO_NODE, UNSAMPLED, AgentTurn, Finish, Lent, Trajectory
 
 
 def wrong_turn(asked: AgentTurn, graph: EpisodeGraph, *, vocabulary: int | None) -> Violation | None:
@@ -33,9 +34,8 @@ def trajectory_of(
 ) -> Trajectory:
     """Return the trajectory of an attempt that has ended, with the `error` by which it failed, if any.
 
-    The row of the agent's last turn is what trains: contexts that were left (sub-agents, what a compaction replaced) are not in it.
+    Its prompt is what the agent's first turn answers; contexts of their own (sub-agents, what follows a compaction) are nodes beside it.
     """
-    rows = graph.rows()
     facts: dict[str, Any] = {
         "rollout_id": rollout.rollout_id,
         "attempt": rollout.attempt,
@@ -46,29 +46,17 @@ def trajectory_of(
         "admitted_at": rollout.admitted_at,
         "finished_at": finished_at,
     }
-    if not rows or error:
+    if not graph.nodes or error:
         return _failed(rollout, error=error or "the agent finished without a turn of the model", **facts)
-    row = rows[-1]
-    num_prompt = int(np.argmax(row.loss_mask))
-    prompt = msgspec.structs.replace(rollout.prompt, token_ids=row.token_ids[:num_prompt])
-    return Trajectory(
-        prompt=prompt,
-        token_ids=row.token_ids,
-        loss_mask=row.loss_mask,
-        logprobs=row.logprobs,
-        versions=row.versions,
-        finish=finish,
-        turns=turns_of(row, num_prompt=num_prompt),
-        lent=Lent(prompt_token_ids=prompt.token_ids, reward=reward),
-        **facts,
-    )
+    prompt = msgspec.structs.replace(rollout.prompt, token_ids=graph.nodes[0].token_ids)
+    lent = Lent(prompt_token_ids=prompt.token_ids, reward=reward)
+    return trajectories.trajectory_of(prompt, graph, finish=finish, lent=lent, **facts)
 
 
-def turns_of(row: EpisodeRow, *, num_prompt: int) -> Turns:
-    """Return the positions of the turns in a row. States are the first, and the turn's number: nobody tells which were equal."""
-    borders = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False)).reshape(-1, 2) - num_prompt
-    states = (FIRST_STATE, *(f"turn {number}" for number in range(1, len(borders))))
-    return Turns(starts=borders[:, 0].astype(np.int32), ends=(borders[:, 1] - 1).astype(np.int32), states=states)
+def state_of_next(graph: EpisodeGraph) -> str:
+    """Name the state that the next turn answers: the first, or the turn's number, since nobody tells which are equal."""
+    number = sum(node.is_sampled for node in graph.nodes)
+    return f"turn {number}" if number else FIRST_STATE
 
 
 def _failed(rollout: Rollout, *, error: str, **facts: Any) -> Trajectory:

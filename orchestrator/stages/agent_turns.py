@@ -14,7 +14,7 @@ import numpy as np
 
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.gateway import Gateway
-from orchestrator.rollouts.lent import wrong_turn
+from orchestrator.rollouts.lent import state_of_next, wrong_turn
 from orchestrator.rollouts.rollout import Rollout
 from orchestrator.rules.routing import route
 from orchestrator.rules.validation.violations import shorten
@@ -62,6 +62,8 @@ class Turn:
     """[T] int32, what the turn continues."""
     oldest: int
     """No engine with an older version may sample it."""
+    max_tokens: int = 0
+    """The most tokens that may be sampled for it; 0 where there is no room."""
     num_lost: int = 0
     is_in_engine: bool = False
     asked_at: float = 0.0
@@ -78,7 +80,9 @@ class AgentTurns:
     section: GatewaySection
     sampling: Sampling
     max_context_tokens: int
-    """Tokens of one path of an episode, its prompt included: what a packed row takes."""
+    """Tokens of one path of an episode, its prompt included: what the model takes."""
+    max_tokens: int
+    """Tokens of all nodes of an episode: what a packed row takes."""
     vocabulary: int | None = None
     """Tokens that the model knows; None where its folder does not say."""
     num_discarded_tokens: int = 0
@@ -109,12 +113,20 @@ class AgentTurns:
             context=np.concatenate((before, asked.token_ids)),
             oldest=max(played.rollout.version, 0 if parent is None else played.graph.newest_version(parent)),
         )
+        turn.max_tokens = self._room(turn)
         played.num_turns += 1
         played.turns[asked.request_id] = self._turns[turn.name] = turn
         if (refusal := self._refusal(turn)) is not None:
             self._answer(turn, error=refusal)
         else:
             self._ask(turn)
+
+    def _room(self, turn: Turn) -> int:
+        """Return how many tokens may be sampled for a turn that was not asked for yet, so that its episode still fits a packed row."""
+        played, asked = turn.played, turn.asked
+        held = played.graph.num_tokens + sum(len(other.asked.token_ids) + other.max_tokens for other in played.turns.values())
+        in_all = self.max_tokens - held - len(asked.token_ids)
+        return max(0, min(asked.max_tokens, self.sampling.max_tokens, self.max_context_tokens - len(turn.context), in_all))
 
     def _refusal(self, turn: Turn) -> str | None:
         """Return why a turn is not sampled, for its agent; None where it may be."""
@@ -125,6 +137,11 @@ class AgentTurns:
             return f"{len(played.turns)} turns of one episode at once, at most gateway.max_parallel = {section.max_parallel} are sampled"
         if len(turn.context) >= self.max_context_tokens:
             return f"a context of {len(turn.context)} tokens leaves no room for a turn: at most {self.max_context_tokens} tokens in all"
+        if not turn.max_tokens:
+            held = played.graph.num_tokens
+            return (
+                f"an episode of {held} tokens leaves no room for a context of its own: at most batch.max_tokens = {self.max_tokens} in all"
+            )
         return None
 
     def _ask(self, turn: Turn) -> None:
@@ -134,10 +151,9 @@ class AgentTurns:
         if engine_id is None:
             return
         asked, rollout = turn.asked, turn.played.rollout
-        room = self.max_context_tokens - len(turn.context)
         sampling = msgspec.structs.replace(
             self.sampling,
-            max_tokens=max(1, min(asked.max_tokens, self.sampling.max_tokens, room)),
+            max_tokens=turn.max_tokens,
             temperature=0.0 if rollout.is_greedy else self.sampling.temperature,
             stop=(*self.sampling.stop, *asked.stop)[:MAX_STOPS],
         )
@@ -168,7 +184,7 @@ class AgentTurns:
         played, given = turn.played, _given(turn)
         try:
             graph, parent = _with_given(played.graph, given)
-            played.graph = graph.append(Node.sampled_by(completion, parent=parent))
+            played.graph = graph.append(Node.sampled_by(completion, parent=parent, state=state_of_next(graph)))
         except EpisodeError as error:  # weights were rolled back between two turns, or it holds as much as an episode may
             self.num_discarded_tokens += len(completion.token_ids)
             self._answer(turn, error=str(error))

@@ -160,8 +160,9 @@ class DescriptorLink:
 class Serving:
     """Everything between an agent's HTTP client and an engine, in a thread of its own."""
 
-    def __init__(self, folder: Path, *, max_context_tokens: int = 4096, **section: Any) -> None:
+    def __init__(self, folder: Path, *, max_context_tokens: int = 4096, max_tokens: int = 1 << 20, **section: Any) -> None:
         self._max_context_tokens = max_context_tokens
+        self._max_tokens = max_tokens
         make_bytes(folder)
         tokenizer = load_tokenizer(folder)
         tokenizer.chat_template = CHATML
@@ -276,6 +277,7 @@ class Serving:
             section=self.section,
             sampling=sampling,
             max_context_tokens=self._max_context_tokens,
+            max_tokens=self._max_tokens,
         )
         ledger = Ledger(None)
         self.leasing = Leasing(gateway=peer, engines=self._engines, turns=turns, ledger=ledger, watch=watch, section=self.section)

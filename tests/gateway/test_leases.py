@@ -164,3 +164,19 @@ def test_what_an_agent_began_with_survives_a_restart(tmp_path: Path) -> None:
 
 def _reward(total: float | None) -> dict[str, Any]:
     return {} if total is None else {"reward": total}
+
+
+def test_all_contexts_of_an_episode_fit_one_packed_row(tmp_path: Path) -> None:
+    """Contexts of their own, until no token of a turn would fit behind the next."""
+    with serving(tmp_path, max_tokens=100) as desk, desk.client() as client:
+        agent = lend(desk, client)
+        answers = []
+        while not answers or answers[-1].status_code == 200:
+            messages = [{"role": "user", "content": f"sub-agent {len(answers)}"}]
+            answers.append(agent.post("v1/chat/completions", messages=messages))
+        assert "leaves no room for a context of its own: at most batch.max_tokens = 100 in all" in answers[-1].json()["error"]["message"]
+        agent.post("finish", reward=1.0)
+        (trajectory,) = desk.trajectories
+        assert trajectory.nodes is not None
+        assert len(trajectory.nodes.parents) == 2 * (len(answers) - 1)
+        assert trajectory.num_tokens <= 100

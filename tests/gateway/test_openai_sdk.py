@@ -185,7 +185,10 @@ def test_a_sub_agent_and_a_compaction_are_contexts_of_their_own(desk: Serving, s
     assert [turn["parent"] for turn in state["turns"]] == [-1, 1, -1, -1, 7]
     assert desk.orchestrator.counts["num_branches"] == 2
     trajectory = end(desk, lent)
-    assert desk.tokenizer.decode(trajectory.token_ids).startswith("<|user|>summary of all that")
+    assert desk.tokenizer.decode(trajectory.prompt.token_ids).startswith("<|user|>hi")
+    assert trajectory.nodes is not None
+    assert trajectory.nodes.parents.tolist() == [-1, 0, 1, 2, -1, 4, -1, 6, 7, 8]
+    assert trajectory.num_trained_tokens == sum(turn["num_sampled"] for turn in state["turns"]), "every turn trains, in its own context"
 
 
 def test_log_probabilities_models_and_several_answers_are_as_the_client_expects(desk: Serving, sdk: openai.OpenAI) -> None:

@@ -84,7 +84,7 @@ class _Agents:
                 assert isinstance(message, TurnTokens), message
 
     async def _play(self, lent: EpisodeLent) -> None:
-        given, parent, after = lent.prompt.token_ids, NO_NODE, np.zeros(0, np.int32)
+        given, parent, after, num_beside = lent.prompt.token_ids, NO_NODE, np.zeros(0, np.int32), 0
         for _ in range(MAX_TURNS):
             if self.chance.random() < self.world.vanish_fraction:
                 return  # until its deadline
@@ -92,6 +92,9 @@ class _Agents:
                 self.link.send(EpisodeFinished(lease=lent.lease, error="simulated"))
                 return
             await asyncio.sleep(self.world.think_s * (0.5 + self.chance.random()))
+            if self.chance.random() < self.world.sub_agent_fraction:
+                beside = await self._turn(lent, lent.prompt.token_ids[::-1], NO_NODE)
+                num_beside += len(lent.prompt.token_ids) + len(beside.token_ids)
             turn = await self._turn(lent, given, parent)
             if turn.error:
                 self.link.send(EpisodeFinished(lease=lent.lease, error=turn.error))
@@ -101,7 +104,7 @@ class _Agents:
             if said is None:
                 break
             given, parent = np.array(said, np.int32), turn.node
-            if len(lent.prompt.token_ids) + len(after) + len(given) + self.world.mean_tokens > lent.max_context_tokens:
+            if len(lent.prompt.token_ids) + num_beside + len(after) + len(given) + self.world.mean_tokens > lent.max_context_tokens:
                 break
             after = np.concatenate((after, given))
         self.link.send(EpisodeFinished(lease=lent.lease, reward=float(after.sum() % 2)))

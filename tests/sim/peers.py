@@ -99,6 +99,8 @@ class World:
     """Of turns before which an agent is not heard of any more."""
     give_up_fraction: float = 0.0
     """Of turns before which an agent gives its attempt up."""
+    sub_agent_fraction: float = 0.0
+    """Of turns before which an agent asks in a context of its own."""
     kv_tokens: int | None = None
     """Tokens that an engine's KV cache holds; None: as many as come."""
     prefill_s: float = 2e-5

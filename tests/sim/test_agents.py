@@ -20,7 +20,7 @@ from tests.sim.peers import World
 from tests.sim.run import Cast, config, run
 
 WORLD = World(token_s=1e-3, mean_tokens=8)
-BAD = World(token_s=1e-3, mean_tokens=8, vanish_fraction=0.03, give_up_fraction=0.05)
+BAD = World(token_s=1e-3, mean_tokens=8, vanish_fraction=0.03, give_up_fraction=0.05, sub_agent_fraction=0.1)
 
 
 def agents(**sections: dict[str, Any]) -> Config:
@@ -35,6 +35,14 @@ def test_agents_play_every_rollout_and_the_rewards_that_they_post_train(tmp_path
     gauges = [line["gateway"] for line in simulated.lines if line["kind"] == "status"]
     assert gauges[-1]["num_lent"] >= simulated.ending.rollouts.trained
     assert gauges[-1]["num_expired"] == gauges[-1]["num_given_up"] == 0
+
+
+def test_contexts_of_their_own_train_beside_the_line_of_turns(tmp_path: Path) -> None:
+    """Every token that was sampled for an attempt that was finished trains: none is left out for where it stands."""
+    simulated = run(agents(), folder=tmp_path, world=dataclasses.replace(WORLD, sub_agent_fraction=0.5))
+    assert simulated.problems() == []
+    assert simulated.ending.reason == "finished"
+    assert max(simulated.record.turns.values()) > 4, "sub-agents' turns among them"
 
 
 @pytest.mark.slow
