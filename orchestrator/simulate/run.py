@@ -369,6 +369,7 @@ class _Run:
             "scorers": [{"scorer_id": 0, "num_running": slots.num_running, "num_scored": slots.num_done, "busy_s": slots.busy_s}],
             "prm": None,
             "environment": None,
+            "gateway": None,
             "queues": {
                 "trajectories": _queue(scoring.num_waiting),
                 "scored": _queue(self.batching.num_waiting, num_bytes=scoring.claimed_bytes, bound=self.config.pipeline.queue_bytes),
