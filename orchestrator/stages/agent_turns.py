@@ -121,12 +121,15 @@ class AgentTurns:
         else:
             self._ask(turn)
 
+    def _held(self, turn: Turn) -> int:
+        """Return the tokens of a turn's episode without it: what is there, and what the other turns under way add at most."""
+        others = (other for other in turn.played.turns.values() if other is not turn)
+        return turn.played.graph.num_tokens + sum(len(other.asked.token_ids) + other.max_tokens for other in others)
+
     def _room(self, turn: Turn) -> int:
-        """Return how many tokens may be sampled for a turn that was not asked for yet, so that its episode still fits a packed row."""
-        played, asked = turn.played, turn.asked
-        held = played.graph.num_tokens + sum(len(other.asked.token_ids) + other.max_tokens for other in played.turns.values())
-        in_all = self.max_tokens - held - len(asked.token_ids)
-        return max(0, min(asked.max_tokens, self.sampling.max_tokens, self.max_context_tokens - len(turn.context), in_all))
+        """Return how many tokens may be sampled for a turn, so that its path fits the model, and its episode a packed row."""
+        in_all = self.max_tokens - self._held(turn) - len(turn.asked.token_ids)
+        return max(0, min(turn.asked.max_tokens, self.sampling.max_tokens, self.max_context_tokens - len(turn.context), in_all))
 
     def _refusal(self, turn: Turn) -> str | None:
         """Return why a turn is not sampled, for its agent; None where it may be."""
@@ -138,10 +141,8 @@ class AgentTurns:
         if len(turn.context) >= self.max_context_tokens:
             return f"a context of {len(turn.context)} tokens leaves no room for a turn: at most {self.max_context_tokens} tokens in all"
         if not turn.max_tokens:
-            held = played.graph.num_tokens
-            return (
-                f"an episode of {held} tokens leaves no room for a context of its own: at most batch.max_tokens = {self.max_tokens} in all"
-            )
+            held = f"an episode of {self._held(turn)} tokens, with what its other turns may still sample,"
+            return f"{held} leaves no room for this turn: at most batch.max_tokens = {self.max_tokens} in all"
         return None
 
     def _ask(self, turn: Turn) -> None:

@@ -174,7 +174,7 @@ def test_all_contexts_of_an_episode_fit_one_packed_row(tmp_path: Path) -> None:
         while not answers or answers[-1].status_code == 200:
             messages = [{"role": "user", "content": f"sub-agent {len(answers)}"}]
             answers.append(agent.post("v1/chat/completions", messages=messages))
-        assert "leaves no room for a context of its own: at most batch.max_tokens = 100 in all" in answers[-1].json()["error"]["message"]
+        assert "leaves no room for this turn: at most batch.max_tokens = 100 in all" in answers[-1].json()["error"]["message"]
         agent.post("finish", reward=1.0)
         (trajectory,) = desk.trajectories
         assert trajectory.nodes is not None
