@@ -260,6 +260,7 @@ def facts_of(config: Config) -> RunFacts:
         epochs=config.trainer.epochs,
         stops_early=config.prm.early_stop.threshold is not None,
         compares_siblings=config.compares_siblings,
+        may_branch=config.gateway is not None,
         offers=offers,
     )
 

@@ -31,6 +31,8 @@ class RunFacts:
     """Rollouts may be stopped early, by a coin."""
     compares_siblings: bool = False
     """A reward function compares the rollouts of a group."""
+    may_branch: bool = False
+    """Rollouts may be episodes that branch."""
 
 
 _WAYS_OUT = " Set proximal to engine and weight to none, or, to keep the weight, objective to gpg, which has no trust region."
@@ -40,7 +42,18 @@ _JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 def problems_of(method: Method, *, run: RunFacts) -> list[str]:
     """One sentence per reason to refuse the method in this run; empty when it may start."""
     of_rules = (_unstated, _missing, _small_group, _wrong_proximal, _first_pass_only, _aggregation, _bounds, _stopped_rule)
-    of_methods = (_unordered_masks, _normalized, _unread, _unlike, _controlled, _made_in_trainer, _withheld, _stopped, _compared)
+    of_methods = (
+        _unordered_masks,
+        _normalized,
+        _unread,
+        _unlike,
+        _controlled,
+        _made_in_trainer,
+        _withheld,
+        _stopped,
+        _compared,
+        _branching,
+    )
     found = [problem for check in of_rules for chosen in specs_of(method) for problem in check(chosen, method, run)]
     return found + [problem for check in of_methods for problem in check(method, run)]
 
@@ -249,6 +262,15 @@ def _compared(method: Method, run: RunFacts) -> Iterator[str]:
         yield (
             f"advantage {method.advantage.name} takes the greedy sibling's reward as baseline, and a [[reward]] with per = 'group' makes"
             " that depend on what its siblings sampled: the estimate would be biased. Choose rloo, or a reward per sample."
+        )
+
+
+def _branching(method: Method, run: RunFacts) -> Iterator[str]:
+    if run.may_branch and makes_advantages_in_trainer(method):
+        yield (
+            f"advantage {method.advantage.name} is carried from token to token to the start of a rollout, and [gateway] lends episodes"
+            " that may branch: it would pass from one context to another. Choose grpo, rloo or a method of turns (mt_grpo), without a KL"
+            " penalty in the reward."
         )
 
 

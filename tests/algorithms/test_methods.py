@@ -176,6 +176,13 @@ def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> 
     assert not resolve("rloo", group_size=8, compares_siblings=True).adds_greedy
 
 
+@pytest.mark.parametrize("method", ["ppo", "turn_ppo", "vapo"])
+def test_credit_that_runs_along_the_tokens_is_refused_for_episodes_that_may_branch(method: str) -> None:
+    with pytest.raises(ConfigError, match="it would pass from one context to another"):
+        resolve(method, group_size=8, has_critic=True, may_branch=True)
+    resolve("grpo", group_size=8, may_branch=True)
+
+
 def test_several_passes_over_a_step_want_a_policy_that_stays() -> None:
     assert supplied_method_of(run_with("grpo", epochs=2)).proximal.name == "engine"
     assert supplied_method_of(run_with("decoupled_ppo", epochs=2)).proximal.name == "recomputed"
