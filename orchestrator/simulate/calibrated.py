@@ -2,7 +2,7 @@
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
                    = (a passes + b tokens + c prompt tokens) (1 + s x part of the time in which the trainer worked)
-    trainer    forward_backward_s of a step = (r rows + t tokens) (1 + u x part of the time in which an engine worked)
+    trainer    forward_backward_s of a step = (r rows + t computed tokens) (1 + u x part of the time in which an engine worked)
     policies   stage_s and pause_s of each swap, publish_s and publish_async_s of each step
     scores     seconds of each reward call (spans), else busy seconds over calls
     rollouts   tokens of each, likeness of siblings, rewards and turns, by the ledger
@@ -32,6 +32,8 @@ from pipelinerl.observe.lines import read_journals, read_spans
 
 Numbers = npt.NDArray[np.float64]
 _WORKING = ("forward_backward", "optimizer")
+_ONE_BURST_S = 0.01
+"""Groups begun within so many seconds waited for nothing but each other."""
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 
 
@@ -48,8 +50,12 @@ class _Journal:
     prm: dict[str, Any] | None = None
     work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """(start, end) of the trainer's work."""
+    passes: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    """(start, end) of each engine's passes without a break."""
     calls_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of single reward calls."""
+    replies_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of single replies of the environment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class _Rollouts:
     """Rows of each step."""
     waits_s: list[float]
     """From a completion until its score is booked."""
+    group_size: int
     num_scored: int
     num_failed: int
     num_hopeless: int
@@ -92,6 +99,7 @@ def world_of_run(config: Config, run_folder: Path) -> World:
         trainer=trainer,
         sync=_sync(journal, steps),
         scoring=_scoring(journal, rollouts),
+        admit_s=_admit_s(rollouts),
         prompt_tokens=fixed(prompt_tokens),
         lengths=recorded(lengths),
         likeness=_likeness(rollouts.lengths),
@@ -125,8 +133,10 @@ def _read_journal(run_folder: Path) -> _Journal:
     for span in read_spans(run_folder):
         if span.lane.startswith("trainer-0") and span.name in _WORKING:
             found.work.append((span.start, span.end))
+        elif span.name == "forward":
+            found.passes.setdefault(int(span.lane.partition("-")[2]), []).append((span.start, span.end))
         elif span.name == "score" and span.count == 1:
-            found.calls_s.append(span.end - span.start)
+            (found.replies_s if "/reply/" in span.lane else found.calls_s).append(span.end - span.start)
     return found
 
 
@@ -167,7 +177,7 @@ def _read_ledger(run_folder: Path) -> _Rollouts:
             case "closed":
                 rows[step] = num_rows
             case "observed":
-                turns[name] = turns.get(name, 0) + 1
+                turns[name] = turns.get(name, 1) + (reason == "ok")
             case _:
                 counts["early_stop"] += 1
     return _Rollouts(
@@ -176,10 +186,11 @@ def _read_ledger(run_folder: Path) -> _Rollouts:
         issued=issued,
         rows=rows,
         waits_s=waits_s,
+        group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
         num_scored=counts["scored"],
         num_failed=counts["failed"],
         num_hopeless=counts["early_stop"],
-        turns=[float(num) for num in turns.values()],
+        turns=[float(turns.get(name, 1)) for name in lengths] if turns else [],
     )
 
 
@@ -202,8 +213,12 @@ def _engine(journal: _Journal, rollouts: _Rollouts, *, prompt_tokens: float, len
             low, high = np.searchsorted(asked, (start, end))
             num_prompts = len(set(groups[low:high]))
             prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, 8.0)  # half a block of siblings
-            beside = _overlap(journal.work, start, end)
-            others = sum(_busy(other, start, end) for key, other in journal.loads.items() if key != engine_id)
+            own = [
+                (max(start, since), min(end, until)) for since, until in journal.passes.get(engine_id, ()) if since < end and until > start
+            ]
+            own = own or [(start, end)]
+            beside = _overlap(journal.work, own)
+            others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
             rows.append((busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), beside, others))
     if len(rows) < 3:
         raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
@@ -224,9 +239,10 @@ def _engine(journal: _Journal, rollouts: _Rollouts, *, prompt_tokens: float, len
     return world, beside_trainer, beside_engine
 
 
-def _overlap(work: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """Return the part of a stretch that spans cover."""
-    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in work) / (end - start)
+def _overlap(work: Sequence[tuple[float, float]], stretches: Sequence[tuple[float, float]]) -> float:
+    """Return the part of some stretches that spans cover."""
+    covered_s = sum(max(0.0, min(end, until) - max(start, since)) for start, end in stretches for since, until in work)
+    return covered_s / sum(end - start for start, end in stretches)
 
 
 def _busy(loads: list[dict[str, Any]], start: float, end: float) -> float:
@@ -271,12 +287,15 @@ def _least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
 def _trainer(journal: _Journal, steps: list[dict[str, Any]], rollouts: _Rollouts, *, num_engines: int) -> tuple[TrainerWorld, float]:
     """Return the trainer, and how much longer it works beside one engine."""
     rows: list[tuple[float, float, float, float]] = []
+    rest_s: list[float] = []
     for before, after in itertools.pairwise(journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
         if seconds is None or after["t"] <= before["t"]:
             continue
         busy = sum(_busy(loads, before["t"], after["t"]) for loads in journal.loads.values()) if num_engines else 0.0
-        rows.append((seconds, rollouts.rows.get(after["step"], 1), after["num_tokens"], busy))
+        rows.append((seconds, rollouts.rows.get(after["step"], 1), _num_computed(after, rollouts), busy))
+        apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
+        rest_s.append(after["t"] - before["t"] - apart)
     if not rows:
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
     table = np.array(rows)
@@ -285,22 +304,40 @@ def _trainer(journal: _Journal, steps: list[dict[str, Any]], rollouts: _Rollouts
     world = TrainerWorld(
         row_s=float(coefficients[0]),
         token_s=float(coefficients[1]),
-        step_s=statistics.median(step["trainer"].get("optimizer_s", 0.0) for step in steps) / (1 + slowed * float(table[:, 3].mean())),
+        step_s=max(0.0, statistics.fmean(rest_s)) / (1 + slowed * float(table[:, 3].mean())),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, slowed
+
+
+def _num_computed(step: dict[str, Any], rollouts: _Rollouts) -> float:
+    """Return the tokens that the trainer computes in a step: a prompt once for the siblings of a row, and groups are cut by rows' ends."""
+    prompts = 1 + (step["num_samples"] - 1) // rollouts.group_size + rollouts.rows.get(step["step"], 1) - 1
+    others = step["num_tokens"] - step["num_trained_tokens"]
+    return float(step["num_trained_tokens"] + others * min(1.0, prompts / step["num_samples"]))
 
 
 def _sync(journal: _Journal, steps: list[dict[str, Any]]) -> SyncWorld:
     beside = [seconds for step in steps if (seconds := step["trainer"].get("publish_async_s")) is not None]
     first_s = journal.steps[0]["t"]
     swaps = [swap for swap in journal.swaps if swap["t"] > first_s and swap["stage_s"]] or journal.swaps
+    busy, idle = ([swap["stage_s"] for swap in swaps if bool(swap["num_running"]) is runs] for runs in (True, False))
     return SyncWorld(
         publish_s=0.0 if beside else statistics.median(step["trainer"].get("publish_s", 0.0) for step in steps),
         publish_beside_s=statistics.median(beside) if beside else 0.0,
-        stage_s=recorded([swap["stage_s"] for swap in swaps]) if swaps else fixed(0.0),
+        stage_s=recorded(busy or idle) if swaps else fixed(0.0),
+        idle_stage_s=recorded(idle) if idle else None,
         pause_s=statistics.median(swap["pause_s"] for swap in swaps) if swaps else 0.0,
     )
+
+
+def _admit_s(rollouts: _Rollouts) -> float:
+    """Return the mean seconds between the beginnings of two groups that were sent one right after the other."""
+    began: dict[int, float] = {}
+    for t, group in sorted(itertools.chain.from_iterable(rollouts.issued.values())):
+        began.setdefault(group, t)
+    between = [after - before for before, after in itertools.pairwise(began.values()) if after - before < _ONE_BURST_S]
+    return statistics.fmean(between) if between else 0.0
 
 
 def _scoring(journal: _Journal, rollouts: _Rollouts) -> ScoringWorld:
@@ -309,14 +346,13 @@ def _scoring(journal: _Journal, rollouts: _Rollouts) -> ScoringWorld:
     score_s = recorded(journal.calls_s) if len(journal.calls_s) >= 20 else fixed(mean_s)
     least_s = float(np.quantile(rollouts.waits_s, 0.1)) if rollouts.waits_s else 0.0
     typical_s = float(np.median(journal.calls_s)) if len(journal.calls_s) >= 20 else mean_s
-    environment = scorer.get("functions", {}).get("environment") or {}
     num_prm_tokens = prm.get("num_trace_tokens") or 0
     return ScoringWorld(
         score_s=score_s,
         group_score_s=fixed(mean_s),
         overhead_s=max(0.0, least_s - typical_s),
         failed_fraction=rollouts.num_failed / max(1, rollouts.num_scored),
-        reply_s=fixed(environment.get("p50_s") or ScoringWorld().reply_s.average),
+        reply_s=recorded(journal.replies_s) if journal.replies_s else ScoringWorld().reply_s,
         turns=recorded(rollouts.turns) if rollouts.turns else fixed(1.0),
         prm_token_s=prm.get("busy_s", 0.0) / num_prm_tokens if num_prm_tokens else 0.0,
         hopeless_fraction=rollouts.num_hopeless / max(1, rollouts.num_scored),

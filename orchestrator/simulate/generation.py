@@ -56,8 +56,9 @@ class Generation:
         waits: Waits,
         num_prompts: int,
         replies: Slots | None,
+        admit_s: float = 0.0,
     ) -> None:
-        """`replies` are the slots of the environment; None without one."""
+        """`replies` are the slots of the environment, None without one; `admit_s` are the seconds between two groups that are sent."""
         self.events, self.engines, self.admission, self.waits = events, engines, admission, waits
         self.loads = Loads()
         """The engines that take new work."""
@@ -78,6 +79,7 @@ class Generation:
         """Names what has to be taken away before anything more is asked of engines."""
         self.replies = replies
         self._workload, self._world, self._limits, self._books, self._num_prompts = workload, world, limits, books, num_prompts
+        self._admit_s, self._admits_at_s = admit_s, 0.0
         self._in_engines: list[dict[Rollout, None]] = [{} for _ in engines]
         self._lost: dict[int, list[Rollout]] = {}
         """Rollouts to be asked for again, by group."""
@@ -96,8 +98,12 @@ class Generation:
         for group_id in list(self._lost):
             if self.full() is None:
                 self._ask_again(group_id)
-        while (engine_id := self._engine_for_a_group()) is not None:
+        while self._is_free() and (engine_id := self._engine_for_a_group()) is not None:
             self._send_group(engine_id)
+            self._admits_at_s = self.events.now_s + self._admit_s
+        if not self._is_free():
+            self.events.at(self._admits_at_s, self.credit)
+            return
         self.waits.now("generation", self._held_back_by() or NO_ENGINE)
 
     def note(self, engine: SimulatedEngine) -> None:
@@ -115,6 +121,10 @@ class Generation:
     def all_hold(self, version: int) -> bool:
         """Return whether every engine is there and samples under `version` or a later one."""
         return not self.num_missing and min(self.loads.versions(), default=version - 1) >= version
+
+    def _is_free(self) -> bool:
+        """Return whether the last group that was sent is prepared."""
+        return self.events.now_s >= self._admits_at_s
 
     def _engine_for_a_group(self) -> int | None:
         return self.loads.least_busy([version for version in self.loads.versions() if self._held_back_by(version) is None])

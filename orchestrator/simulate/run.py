@@ -195,6 +195,7 @@ class _Run:
             waits=self.waits,
             num_prompts=config.data.limit or world.num_prompts,
             replies=Slots(self.events, num_slots=num_calls) if has_environment else None,
+            admit_s=world.admit_s,
         )
 
     def _scoring(self) -> Scoring:

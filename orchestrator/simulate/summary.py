@@ -101,6 +101,7 @@ def _sync(world: World, factor: float) -> World:
         publish_beside_s=sync.publish_beside_s * factor,
         num_bytes=sync.num_bytes * factor,
         stage_s=_scaled(sync.stage_s, factor),
+        idle_stage_s=None if sync.idle_stage_s is None else _scaled(sync.idle_stage_s, factor),
         pause_s=sync.pause_s * factor,
     )
     return dataclasses.replace(world, sync=changed)

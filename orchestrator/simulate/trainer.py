@@ -1,7 +1,8 @@
 """The trainer: rows come in, policies go out. It pulls in lock-step waves of one row for each replica, as `stages.training` answers.
 
-The seconds of a row are `row_s + token_s * tokens + square_s * sum of squared sample lengths`, and a wave lasts as long as its costliest
-row. A policy is published beside the next step's rows, and is waited for before the weights change again (`trainer.loop`).
+The seconds of a row are `row_s + token_s * tokens + square_s * sum of squared sample lengths`, where a prompt that siblings of the row
+share counts once. A wave lasts as long as its costliest row. A policy is published beside the next step's rows, and is waited for before
+the weights change again (`trainer.loop`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 from orchestrator.simulate.cores import Cores, Job
 from orchestrator.simulate.events import Event
+from orchestrator.simulate.rollouts import SimulatedTrajectory
 from orchestrator.simulate.world import SyncWorld, TrainerWorld
 from pipelinerl.messages import Sample
 
@@ -85,7 +87,8 @@ class Trainer:
         squares = sum(sample.num_tokens**2 for sample in samples) if self._world.square_s else 0
         num_tokens = sum(sample.num_tokens for sample in samples)
         opened = self.steps[step]
-        opened.rows.append(self._world.row_s + self._world.token_s * num_tokens + self._world.square_s * squares)
+        num_computed = num_tokens - _num_shared_tokens(samples)
+        opened.rows.append(self._world.row_s + self._world.token_s * num_computed + self._world.square_s * squares)
         opened.num_bytes += sum(sample.trajectory.num_bytes for sample in samples)
         opened.num_tokens += num_tokens
         self._go_on()
@@ -206,3 +209,16 @@ class Trainer:
         if end > start:
             self._seconds[f"{name}_s"] += end - start
             self.on_span(name, start, end)
+
+
+def _num_shared_tokens(samples: list[Sample]) -> int:
+    """Return the prompt tokens of a row that are computed with a sibling's: all but the first's of each group."""
+    seen: set[int] = set()
+    num = 0
+    for sample in samples:
+        trajectory = sample.trajectory
+        if trajectory.group_id in seen:
+            assert isinstance(trajectory, SimulatedTrajectory)
+            num += trajectory.num_prompt
+        seen.add(trajectory.group_id)
+    return num

@@ -76,7 +76,8 @@ class WeightSync:
             if self.swaps.staged(engine.engine_id, policy.age):
                 self.on_line("staged", engine_id=engine.engine_id, version=staging.version, stage_s=stage_s, rollback_epoch=0)
 
-        stage_s = float(self._world.stage_s.at(self._chance.standard_normal(1))[0])
+        when_idle = None if engine.num_running else self._world.idle_stage_s
+        stage_s = float((when_idle or self._world.stage_s).at(self._chance.standard_normal(1))[0])
         self._link.send(self._world.num_bytes, lambda: self._events.after(stage_s, staged))
 
     def _committed(self, engine: SimulatedEngine, committed: Committed) -> None:

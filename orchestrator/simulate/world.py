@@ -54,7 +54,9 @@ class SyncWorld:
     receiver_rate: float = math.inf
     """Bytes per second into one engine."""
     stage_s: Distribution = _NOTHING
-    """Seconds of an engine's staging beside the transfer."""
+    """Seconds of an engine's staging beside the transfer, while sequences run: it goes on between their passes."""
+    idle_stage_s: Distribution | None = None
+    """The same of an engine without a sequence; None: as long."""
     pause_s: float = 0.0
     """Seconds between two passes in which the engine swaps."""
 
@@ -114,6 +116,8 @@ class World:
     sync: SyncWorld = _SYNC
     trainer: TrainerWorld = _TRAINER
     scoring: ScoringWorld = _SCORING
+    admit_s: float = 0.0
+    """Seconds between two groups that are sent to engines while nothing holds them back: what the orchestrator takes for one."""
     prompt_tokens: Distribution = _PROMPT
     lengths: Distribution = _LENGTH
     """Tokens that a rollout would write without a limit."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.calibrated import _admit_s, _num_computed, _read_ledger, _Rollouts, world_of_run
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.world import World
 from pipelinerl.errors import DataError
@@ -39,10 +40,12 @@ def write_run(folder: Path) -> None:
         passes, tokens, busy_s = passes + done, tokens + done * num, busy_s + spent_s
         idle_s = second + 1 - busy_s
         engine.write("load", engine_id=0, num_running=num, num_tokens=tokens, num_steps=passes, busy_s=busy_s, idle_s=idle_s, kv_used=None)
+        engine.span("engine-0", "forward", start=now[0] - 1.0, end=now[0] - 0.2)
         if is_working:
-            trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0])
+            trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0] - 0.2)
             write_step(run, ledger, step=second // 2, chance=chance, now_s=now[0] - 1000)
         scorer.span("scorer-0/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.25)
+        scorer.span("scorer-0/reply/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.375)
     for journal in (engine, trainer, scorer, run):
         journal.close()
     ledger.finish("finished", now_s=now[0] - 1000)
@@ -68,14 +71,18 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
             versions=np.where(np.arange(num) >= PROMPT, step, -1).astype(np.int32),
             finish=Finish.STOP,
         )
+        for turn, reason in enumerate(("ok", "ok", "over") if sibling else ()):
+            ledger.record_observation(name, attempt=0, turn=turn, engine_id=0, reason=reason, now_s=now_s)
         ledger.record_completion(trajectory, now_s=now_s)
         score = Score(rollout_id=name, attempt=0, outcome=Outcome.OK, reward=float(step % 4 == 0))
         ledger.record_score(ScoredTrajectory(trajectory=trajectory, score=score), now_s=now_s + 0.3)
     num_tokens, num_rows = 40 * (5 + step), 1 + step % 3
     ledger.close_step(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=2, now_s=now_s)
-    seconds = ROW_S * num_rows + TOKEN_S * num_tokens
-    trained = {"forward_backward_s": seconds, "optimizer_s": 0.07, "publish_async_s": 0.02, "publish_s": 0.0, "wait_s": 0.1}
-    run.write("swap", engine_id=0, version=step + 1, stage_s=0.04, pause_s=0.003, num_running=0, num_recomputed_tokens=0)
+    num_computed = num_tokens - 2 * PROMPT + PROMPT * min(2, num_rows)
+    seconds = ROW_S * num_rows + TOKEN_S * num_computed
+    trained = {"forward_backward_s": seconds, "optimizer_s": 0.02, "publish_async_s": 0.02, "publish_s": 0.01, "wait_s": 1.92 - seconds}
+    stage_s = 0.04 if step % 3 else 0.001
+    run.write("swap", engine_id=0, version=step + 1, stage_s=stage_s, pause_s=0.003, num_running=step % 3, num_recomputed_tokens=0)
     run.write("step", step=step, num_tokens=num_tokens, num_trained_tokens=num_tokens - 2 * PROMPT, num_samples=2, trainer=trained)
 
 
@@ -101,17 +108,40 @@ def test_seconds_of_rows_and_tokens_are_told_apart(learned: World):
     beside = 1 + learned.slowdowns.get("trainer/engine", 0.0) * 0.8
     assert learned.trainer.row_s * beside == pytest.approx(ROW_S, rel=0.1)
     assert learned.trainer.token_s * beside == pytest.approx(TOKEN_S, rel=0.1)
+    assert learned.trainer.step_s * beside == pytest.approx(0.07, rel=0.1), "of two seconds, what is neither rows, waiting nor publishing"
 
 
 def test_policies_scores_and_rewards_come_back(learned: World):
     assert (learned.sync.publish_beside_s, learned.sync.pause_s, learned.sync.stage_s.average) == pytest.approx((0.02, 0.003, 0.04))
-    assert learned.scoring.score_s.average == pytest.approx(0.25)
+    assert learned.sync.idle_stage_s is not None
+    assert learned.sync.idle_stage_s.average == pytest.approx(0.001)
+    assert (learned.scoring.score_s.average, learned.scoring.reply_s.average) == pytest.approx((0.25, 0.125))
+    assert learned.scoring.turns.average == pytest.approx(2.0), "one sibling has three, the other one"
     assert learned.scoring.overhead_s == pytest.approx(0.05, abs=1e-6)
     assert learned.reward_mean == pytest.approx(4 / 14)
     assert learned.reward_spread > 0.9, "siblings always agree"
     assert learned.prompt_tokens.average == pytest.approx(PROMPT)
     assert learned.likeness > 0.3, "every other group is four times as long"
     assert learned.origins["engine"] == "run run"
+
+
+def test_groups_sent_in_one_burst_tell_what_a_group_takes(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.begin({}, now_s=0.0, unix_s=1000.0)
+    prompt = Prompt(prompt_id="0:0", text="", token_ids=np.ones(PROMPT, np.int32))
+    for group_id, now_s in enumerate((0.0, 0.001, 0.004, 1.0, 1.002)):
+        for name in ledger.admit(group_id, prompt, group_size=2, position=(0, group_id), now_s=now_s):
+            ledger.issue(name, attempt=0, engine_id=group_id % 2, version=0, now_s=now_s)
+    ledger.close()
+    assert _admit_s(_read_ledger(tmp_path)) == pytest.approx((0.001 + 0.003 + 0.002) / 3)
+
+
+def test_a_shared_prompt_counts_once_for_each_row_that_siblings_are_in():
+    """Two groups of eight in two rows: one group is cut, so three prompts of 7 tokens are computed."""
+    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": []}
+    rollouts = _Rollouts(**empty, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
+    step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7}
+    assert _num_computed(step, rollouts) == pytest.approx(1000 + 3 * 7)
 
 
 def test_what_was_learned_simulates(learned: World):

@@ -236,6 +236,31 @@ def test_weights_change_only_once_the_policy_before_is_published_on_paper():
     assert simulate(config(), world).totals.step_ends_s[:2] == [pytest.approx(6.0), pytest.approx(10.0)]
 
 
+def test_an_engine_without_a_sequence_stages_sooner_on_paper():
+    """Both hold version 1 at 6.35, where group 2 is admitted, to engine 0.
+
+    8.1   engine 1 has staged version 2; engine 0 has by 8.5, and takes it after its pass, at 9.35
+    9.6   its pause is over: three tokens of group 2 are of version 1, the last one is of version 2
+    10.6  group 2 ends. Step 2 ends at 12.6, and its policy is held at 12.95
+    """
+    world = dataclasses.replace(ON_PAPER, sync=dataclasses.replace(ON_PAPER.sync, idle_stage_s=fixed(0.1)))
+    ended = simulate(config(), world)
+    assert ended.seconds == pytest.approx(12.95)
+    assert ended.totals.ages == {0: 8 + 2, 1: 8 + 6}
+
+
+def test_groups_are_sent_one_after_another_on_paper():
+    """The second group of a round is sent a quarter of a second after the first, so the batch is whole that much later."""
+    settings = config(pipeline={"mode": "sync"}, batch={"groups_per_step": 2})
+    assert simulate(settings, dataclasses.replace(ON_PAPER, admit_s=0.25)).totals.step_ends_s[0] == pytest.approx(6.25)
+
+
+def test_a_prompt_that_siblings_share_is_computed_once_on_paper():
+    """A row of two siblings has 1 + 4 + 4 tokens to compute, at a second each: 4 s of passes, 9 of the row, 1 of the step's end."""
+    world = dataclasses.replace(ON_PAPER, trainer=TrainerWorld(token_s=1.0, step_s=1.0))
+    assert simulate(config(), world).totals.step_ends_s[0] == pytest.approx(14.0)
+
+
 def test_a_round_begins_when_the_last_engine_holds_the_newest_policy(tmp_path: Path):
     """Four passes, a row and the end of a step after that swap, and not after the first one."""
     sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=3.0))
