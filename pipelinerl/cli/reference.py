@@ -9,19 +9,43 @@ import typer
 
 from pipelinerl.cli.app import console
 from pipelinerl.config.file import described_keys
+from pipelinerl.errors import ConfigError
 
 commands = typer.Typer()
 PANEL = "Reference"
 
 
 @commands.command(rich_help_panel=PANEL)
-def doctor(folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs")) -> None:
-    """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do."""
+def doctor(
+    folder: Annotated[Path, typer.Option(help="where runs go")] = Path("runs"),
+    gpu: Annotated[bool, typer.Option("--gpu", help="try GPUs, engine, trainer and whole runs: minutes, a process for each check")] = False,
+    model: Annotated[Path | None, typer.Option(help="with --gpu: a model's folder for engine and trainer, in place of a tiny one")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="with --gpu: this check of the table alone; may be repeated")] = None,
+) -> None:
+    """Check this machine: Python, torch and vLLM versions, GPUs, NCCL, ports, disk, limits; and say what to do.
+
+    With `--gpu` the table of docs/start/gpu.md follows, each check in a process of its own with a deadline: what was found, what this
+    machine could not show, what to do. All figures are in `<folder>/doctor-gpu.json`.
+    """
     from pipelinerl.launch.doctor import judge, look
+    from pipelinerl.launch.gpu_checks.running import run_all
+    from pipelinerl.launch.gpu_checks.table import chosen
     from pipelinerl.runtime.findings import Level, sentences, show
 
+    if (model or only) and not gpu:
+        raise ConfigError("--model and --only choose among the checks of --gpu, which is not given: add --gpu")
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: got no config.json there, expected the folder of a Hugging Face model")
+    checks = chosen(only or (), model=model) if gpu else ()
     findings = judge(look(folder))
     show(findings, console, *Level)
+    if checks:
+        path = folder / "doctor-gpu.json"
+        console.print(
+            f"{len(checks)} checks of GPUs, engine and trainer, one after another; what is known stands in {path}", soft_wrap=True
+        )
+        results = run_all(checks, path=path, tell=lambda result: show([result.finding()], console, *Level))
+        findings += [result.finding() for result in results]
     raise typer.Exit(1 if sentences(findings, Level.FAIL) else 0)
 
 
