@@ -24,6 +24,8 @@ from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import GroupAdvantages, StepRules
+from orchestrator.rules.dispatch import Dispatch, dispatch_of
+from orchestrator.rules.group_cut import GroupCut, group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
@@ -103,6 +105,10 @@ class Parts:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
+        self.dispatch: Dispatch[Any] | None = dispatch_of(config, num_siblings=self.num_siblings)
+        self.group_cut: GroupCut | None = group_cut_of(config, num_siblings=self.num_siblings)
+        if self.group_cut is not None:
+            self.group_cut.decisions.update(self.past.early_stops)
         self._connect()
 
     def _connect(self) -> None:
@@ -205,6 +211,7 @@ class Parts:
             "has_prm": config.prm.is_used,
             "has_group_rewards": config.compares_siblings,
             "early_stop_threshold": config.prm.early_stop.threshold,
+            "cut_after": config.rollout.cut_after,
             "seed": config.run.seed,
         }
 

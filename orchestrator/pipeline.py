@@ -109,6 +109,8 @@ class Pipeline:
             quarantine=parts.quarantine,
             environment=self.environment,
             leasing=self.leasing,
+            dispatch=parts.dispatch,
+            group_cut=parts.group_cut,
             next_group_id=past.next_group_id,
             interrupted=past.interrupted,
         )
@@ -119,6 +121,7 @@ class Pipeline:
             scored=channels.scored,
             scorers=parts.scorers,
             ledger=ledger,
+            group_cut=parts.group_cut,
             has_rewards=bool(config.reward) or self.leasing is None,
         )
         yield self.prm

@@ -9,6 +9,7 @@ from orchestrator.ledger.rollouts import Counts
 from orchestrator.observe.status import Status
 from orchestrator.parts import Dependencies, Parts
 from orchestrator.pipeline import Pipeline
+from orchestrator.rules.dispatch import gauges_of
 from orchestrator.stages.evaluation import Evaluation
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
@@ -78,6 +79,7 @@ class Run:
             prm=prm.gauges if prm else lambda: None,
             environment=environment.gauges if environment else lambda: None,
             gateway=leasing.gauges if leasing else lambda: None,
+            dispatch=lambda: gauges_of(parts.dispatch, parts.group_cut),
         )
         parts.progress.on_alarm = self._hear
 

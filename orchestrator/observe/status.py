@@ -46,6 +46,9 @@ class Status:
     gateway: Callable[[], dict[str, Any] | None] = lambda: None
     """The callback returns the gauges of the gateway and its leases; None in a run without one."""
 
+    dispatch: Callable[[], dict[str, float] | None] = lambda: None
+    """The callback returns what the rules of dispatch have done; None in a run without them."""
+
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -75,6 +78,7 @@ class Status:
             "prm": self.prm(),
             "environment": self.environment(),
             "gateway": self.gateway(),
+            "dispatch": self.dispatch(),
             "queues": {
                 channel.name: {
                     "items": len(channel),

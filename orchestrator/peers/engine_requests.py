@@ -101,6 +101,11 @@ class EngineRequests:
         asked = self._asked.get(rollout_id)
         return asked is not None and asked.request.attempt == attempt
 
+    def attempt_of(self, rollout_id: str) -> int | None:
+        """Return the attempt of a rollout that an engine has and has not answered; None where none has any."""
+        asked = self._asked.get(rollout_id)
+        return None if asked is None else asked.request.attempt
+
     def withdraw(self, rollout_id: str, attempt: int) -> None:
         """Have the engine that owes this attempt end it now: it answers as usual, with the tokens sampled so far."""
         assert self.owes(rollout_id, attempt), "nobody has it"

@@ -46,13 +46,14 @@ class EarlyStop:
         flagged_at = next((k for k, score in enumerate(scores) if k + 1 >= self._min_steps and score < self._threshold), None)
         if flagged_at is None:
             return None
-        stops = self._draw(rollout_id, attempt) >= self._keep_probability
+        stops = coin(self._seed, rollout_id, attempt) >= self._keep_probability
         return EarlyStopDecision(step=flagged_at, predicted=float(scores[flagged_at]), probability=self._keep_probability, stops=stops)
 
-    def _draw(self, rollout_id: str, attempt: int) -> float:
-        """Return a number in [0, 1), equal for equal arguments."""
-        digest = hashlib.blake2b(f"{self._seed}/{rollout_id}/{attempt}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "big") >> 11) / 2**53
+
+def coin(seed: int, rollout_id: str, attempt: int) -> float:
+    """Return a number in [0, 1), equal for equal arguments."""
+    digest = hashlib.blake2b(f"{seed}/{rollout_id}/{attempt}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

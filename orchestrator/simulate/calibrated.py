@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import sqlite3
 import statistics
 from collections.abc import Sequence
@@ -78,9 +79,12 @@ class _Rollouts:
     turns: list[float]
 
 
-def world_of_run(config: Config, run_folder: Path) -> World:
-    """Return the world of a run for a config. Raises `DataError` where the run's journal or ledger has too little to learn from."""
-    journal, rollouts = _read_journal(run_folder), _read_ledger(run_folder)
+def world_of_run(config: Config, run_folder: Path, *, until_s: float = math.inf) -> World:
+    """Return the world of a run for a config, as it was known at `until_s` (Unix seconds).
+
+    Raises `DataError` where the run's journal or ledger has too little to learn from.
+    """
+    journal, rollouts = _read_journal(run_folder, until_s), _read_ledger(run_folder, until_s)
     if len(journal.steps) < 2 or not rollouts.lengths:
         raise DataError(
             f"{run_folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
@@ -113,9 +117,11 @@ def world_of_run(config: Config, run_folder: Path) -> World:
 # --- reading ---
 
 
-def _read_journal(run_folder: Path) -> _Journal:
+def _read_journal(run_folder: Path, until_s: float) -> _Journal:
     found = _Journal()
     for line in read_journals(run_folder):
+        if line["t"] > until_s:
+            continue
         process = str(line.get("process", ""))
         match line["kind"]:
             case "load" if process.startswith("engine-") and "num_steps" in line:
@@ -131,6 +137,8 @@ def _read_journal(run_folder: Path) -> _Journal:
             case _:
                 pass
     for span in read_spans(run_folder):
+        if span.end > until_s:
+            continue
         if span.lane.startswith("trainer-0") and span.name in _WORKING:
             found.work.append((span.start, span.end))
         elif span.name == "forward":
@@ -140,7 +148,7 @@ def _read_journal(run_folder: Path) -> _Journal:
     return found
 
 
-def _read_ledger(run_folder: Path) -> _Rollouts:
+def _read_ledger(run_folder: Path, until_s: float) -> _Rollouts:
     path = run_folder / "ledger.sqlite"
     if not path.is_file():
         raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
@@ -161,6 +169,8 @@ def _read_ledger(run_folder: Path) -> _Rollouts:
     waits_s: list[float] = []
     counts = {"scored": 0, "failed": 0, "early_stop": 0}
     for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
+        if t - began_s + unix_s > until_s:
+            continue
         match kind:
             case "issued":
                 issued.setdefault(int(peer.partition("-")[2]), []).append((t - began_s + unix_s, int(name.partition("/")[0])))

@@ -119,6 +119,10 @@ class SimulatedEngine:
             self._stretch.job.cancel()
             self._advance(self._num_over())
 
+    def written_of(self, sequence: Sequence) -> int:
+        """Return the tokens that a sequence has written by now."""
+        return sequence.written + (self._pass + self._num_over() - sequence.since if sequence.since >= 0 else 0)
+
     # --- gauges ---
 
     @property

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable
 
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.dispatch import Dispatch, Serving
+from orchestrator.rules.group_cut import GroupCut
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.routing import Loads, route
 from orchestrator.simulate.books import Books
@@ -57,8 +59,12 @@ class Generation:
         num_prompts: int,
         replies: Slots | None,
         admit_s: float = 0.0,
+        dispatch: Dispatch[Rollout] | None = None,
+        group_cut: GroupCut | None = None,
     ) -> None:
-        """`replies` are the slots of the environment, None without one; `admit_s` are the seconds between two groups that are sent."""
+        """`replies` are the slots of the environment, `dispatch` the rule that sends rollouts one by one, `group_cut` the one that ends the
+        last of a group by a coin; None without. `admit_s` are the seconds between two groups that are sent.
+        """
         self.events, self.engines, self.admission, self.waits = events, engines, admission, waits
         self.loads = Loads()
         """The engines that take new work."""
@@ -77,7 +83,9 @@ class Generation:
         """Called with tokens of a rollout as they are reported, for the process reward model."""
         self.full: Callable[[], str | None] = lambda: None
         """Names what has to be taken away before anything more is asked of engines."""
-        self.replies = replies
+        self.replies, self.dispatch, self.group_cut = replies, dispatch, group_cut
+        self._siblings: dict[int, list[Rollout]] = {}
+        """By group, where groups are cut."""
         self._workload, self._world, self._limits, self._books, self._num_prompts = workload, world, limits, books, num_prompts
         self._admit_s, self._admits_at_s = admit_s, 0.0
         self._in_engines: list[dict[Rollout, None]] = [{} for _ in engines]
@@ -101,10 +109,26 @@ class Generation:
         while self._is_free() and (engine_id := self._engine_for_a_group()) is not None:
             self._send_group(engine_id)
             self._admits_at_s = self.events.now_s + self._admit_s
+        self._send_rollouts()
         if not self._is_free():
             self.events.at(self._admits_at_s, self.credit)
             return
         self.waits.now("generation", self._held_back_by() or NO_ENGINE)
+
+    def _send_rollouts(self) -> None:
+        """Send rollouts one by one, as the live rule says."""
+        dispatch = self.dispatch
+        while dispatch is not None and dispatch.num_waiting and self.full() is None:
+            serving = [
+                Serving(engine_id=number, version=engine.version, num_outstanding=self.outstanding[number])
+                for number, engine in enumerate(self.engines)
+                if engine.is_alive
+            ]
+            found = dispatch.next(serving, max_running=self.admission.max_running)
+            if found is None:
+                return
+            self._ask(*found)
+            self.note(self.engines[found[1]])
 
     def note(self, engine: SimulatedEngine) -> None:
         """Count an engine among those that take new work, or not."""
@@ -135,7 +159,7 @@ class Generation:
             return NO_ENGINE
         return self.full() or self.admission.holds_back(
             version=version,
-            num_generating=self.num_outstanding,
+            num_generating=self.num_outstanding if self.dispatch is None else self.dispatch.num_waiting,
             engines_are_current=self.admission.schedule.in_rounds and self.all_hold(self.admission.version),
         )
 
@@ -145,6 +169,7 @@ class Generation:
         draws = self._workload.group(group_id)
         epoch, row = divmod(group_id, self._num_prompts)
         self._open[group_id] = self._limits.num_siblings
+        rollouts: list[Rollout] = []
         for sibling in range(self._limits.num_siblings):
             rollout = Rollout(
                 group_id=group_id,
@@ -157,6 +182,13 @@ class Generation:
                 version=self.engines[engine_id].version,
             )
             self._books.admit(rollout.name)
+            rollouts.append(rollout)
+        if self.group_cut is not None:
+            self._siblings[group_id] = rollouts
+        if self.dispatch is not None:
+            self.dispatch.add(group_id, rollouts, num_prompt=draws.prompt_tokens, version=self.engines[engine_id].version)
+            return
+        for rollout in rollouts:
             self._ask(rollout, engine_id)
         self.note(self.engines[engine_id])
 
@@ -173,7 +205,7 @@ class Generation:
         written = rollout.num_sampled + rollout.num_observed
         turns = min(int(draws.turns[rollout.sibling]), limits.max_turns)
         whole = int(draws.lengths[rollout.sibling])
-        length = max(1, round(whole * (rollout.turn + 1) / turns) - round(whole * rollout.turn / turns))
+        length = max(1, round(whole * (rollout.turn + 1) / turns) - round(whole * rollout.turn / turns) - rollout.num_moved)
         room = max(1, limits.max_tokens - written)
         context = draws.prompt_tokens + written
         is_cached = rollout.cached_under == (engine_id, engine.version)
@@ -190,9 +222,31 @@ class Generation:
             reached=lambda sequence, mark: self.on_chunk(rollout, limits.chunk_tokens),
         )
         self._in_engines[engine_id][rollout] = None
+        if self.dispatch is not None:
+            self.dispatch.sent(rollout.name, group_id=rollout.group_id, num_prompt=draws.prompt_tokens, engine_id=engine_id)
         self.outstanding[engine_id] += 1
         self.num_outstanding += 1
         engine.submit(rollout.sequence)
+
+    def move(self, rollout: Rollout, engine_id: int) -> None:
+        """Have a rollout that an engine writes go on in another one, with its cache computed there anew."""
+        if rollout.sequence is not None and not rollout.sequence.is_over:
+            rollout.moves_to = engine_id
+            self.engines[rollout.engine_id].cancel(rollout.sequence)
+
+    def _move_on(self, rollout: Rollout, engine_id: int, *, num_written: int) -> None:
+        rollout.num_moved += num_written
+        engine = self.engines[engine_id]
+        if engine.is_alive and engine.version >= rollout.version:
+            self._ask(rollout, engine_id)
+            self.note(engine)
+        else:
+            self._lost.setdefault(rollout.group_id, []).append(rollout)
+            self.has_changed = True
+
+    def in_engine(self, engine_id: int) -> list[Rollout]:
+        """Return the rollouts that an engine has, in the order in which it was asked."""
+        return list(self._in_engines[engine_id])
 
     def stop(self, rollout: Rollout) -> None:
         """End a rollout early, where an engine still writes it."""
@@ -203,10 +257,20 @@ class Generation:
         if rollout.sequence is not sequence:  # its engine died while the answer was on its way
             return
         self._out_of_engine(rollout)
+        if self.dispatch is not None:
+            is_whole = sequence.finish in (Finish.STOP, Finish.LENGTH)
+            self.dispatch.ended(rollout.name, engine_id=rollout.engine_id, num_tokens=sequence.written if is_whole else None)
         rollout.sequence = None
         rollout.runs += sequence.runs
         rollout.num_sampled += sequence.written
+        target, rollout.moves_to = rollout.moves_to, None
+        if target is not None and sequence.finish is Finish.CANCELLED and (rollout.decision is None or not rollout.decision.stops):
+            self._move_on(rollout, target, num_written=sequence.written)
+            return
+        rollout.num_moved = 0
         rollout.finish, rollout.turn = sequence.finish, rollout.turn + 1
+        if self.group_cut is not None:
+            self._cut(rollout, self.group_cut)
         turns = min(int(rollout.draws.turns[rollout.sibling]), self._limits.max_turns)
         written = rollout.num_sampled + rollout.num_observed
         is_cut = sequence.finish is not Finish.STOP or written + self._world.reply_tokens >= self._limits.max_tokens
@@ -215,6 +279,16 @@ class Generation:
             return
         rollout.cached_under = (rollout.engine_id, self.engines[rollout.engine_id].version)
         self.replies.call(float(rollout.draws.reply_s[rollout.sibling]), lambda: self._go_on(rollout))
+
+    def _cut(self, rollout: Rollout, group_cut: GroupCut) -> None:
+        """Toss coins for the siblings that engines still write, where enough of them have ended."""
+        for number in group_cut.ended(rollout.group_id, rollout.sibling):
+            sibling = self._siblings[rollout.group_id][number]
+            if sibling.sequence is None or sibling.sequence.is_over:
+                continue
+            sibling.decision = group_cut.decide(sibling.name, sibling.attempt)
+            if sibling.decision.stops:
+                self.stop(sibling)
 
     def _go_on(self, rollout: Rollout) -> None:
         """Ask for the next turn: the engine of the last one, where it may go on."""
@@ -231,6 +305,7 @@ class Generation:
         self._open[rollout.group_id] -= 1
         if not self._open[rollout.group_id]:
             del self._open[rollout.group_id]
+            self._siblings.pop(rollout.group_id, None)
             self.quarantine.came_through("engine", rollout.prompt_id)
         rollout.finished_s = self.events.now_s
         self.on_finished(rollout)
@@ -241,6 +316,19 @@ class Generation:
         self.num_outstanding -= 1
         self.note(self.engines[rollout.engine_id])
 
+    def reported(self, engine: SimulatedEngine) -> None:
+        """Have `dispatch` hear an engine's gauges."""
+        assert self.dispatch is not None
+        gauges = engine.gauges()
+        self.dispatch.reported(
+            engine.engine_id,
+            num_passes=int(gauges["num_steps"] or 0),
+            kv_used=engine.kv_used,
+            num_running=engine.num_running,
+            num_queued=engine.num_waiting,
+        )
+        self.has_changed = True
+
     # --- engines that die ---
 
     def lost(self, engine_id: int) -> None:
@@ -248,9 +336,13 @@ class Generation:
         suspects: dict[str, None] = {}
         for rollout in list(self._in_engines[engine_id]):
             self._out_of_engine(rollout)
+            if self.dispatch is not None:
+                self.dispatch.ended(rollout.name, engine_id=engine_id, num_tokens=None)
             suspects[rollout.prompt_id] = None
             rollout.begin_anew()
             self._lost.setdefault(rollout.group_id, []).append(rollout)
+        if self.dispatch is not None:
+            self.dispatch.lost(engine_id)
         self.quarantine.died("engine", list(suspects))
 
     def _ask_again(self, group_id: int) -> None:

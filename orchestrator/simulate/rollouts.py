@@ -72,6 +72,10 @@ class Rollout:
     """Tokens of all turns."""
     cached_under: tuple[int, int] | None = None
     """Engine and version that hold the cache of its earlier turns."""
+    num_moved: int = 0
+    """Tokens of this turn that were written before it moved to another engine."""
+    moves_to: int | None = None
+    """The engine to which it moves once the one that writes it has ended it."""
     decision: EarlyStopDecision | None = None
     num_at_prm: int = 0
     """Chunks of it that the process reward model has to answer for."""
@@ -82,7 +86,7 @@ class Rollout:
         """Begin the next attempt: an earlier one was lost with its engine."""
         self.attempt += 1
         self.sequence, self.turn, self.num_observed, self.cached_under, self.decision = None, 0, 0, None, None
-        self.runs, self.num_sampled = [], 0
+        self.runs, self.num_sampled, self.num_moved, self.moves_to = [], 0, 0, None
 
     def trajectory(self) -> SimulatedTrajectory:
         """Return what the rules are given of it."""

@@ -14,23 +14,28 @@ from orchestrator.ledger.rollouts import Counts
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut, Verdict
 from orchestrator.rules.concurrency import FULL, Concurrency
+from orchestrator.rules.dispatch import dispatch_of
 from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.rules.group_cut import group_cut_of
 from orchestrator.rules.grouping import Grouping
+from orchestrator.rules.lengths import Lengths
 from orchestrator.simulate.batching import Batching, MethodFilter, step_rules_of
 from orchestrator.simulate.books import Books
 from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.draws import Workload, fixed
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.events import Events
+from orchestrator.simulate.gauges import gauges
 from orchestrator.simulate.generation import Generation, Limits
 from orchestrator.simulate.links import Link
+from orchestrator.simulate.migration import Migration
 from orchestrator.simulate.record import MAX_LANES, Record, Totals
 from orchestrator.simulate.scorers import Slots
 from orchestrator.simulate.scoring import Scoring, Stopping
 from orchestrator.simulate.trainer import Trainer
 from orchestrator.simulate.waits import Waits
 from orchestrator.simulate.weight_sync import WeightSync
-from orchestrator.simulate.world import NO_FAULTS, Faults, World, world_as_data
+from orchestrator.simulate.world import NO_FAULTS, Faults, World, faults_by_step, world_as_data
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
@@ -55,6 +60,8 @@ class Simulated:
     num_events: int
     num_generated_tokens: int
     num_evicted: int
+    num_moved: int
+    """Sequences that went on in another engine."""
 
 
 def simulate(
@@ -65,8 +72,12 @@ def simulate(
     faults: Faults = NO_FAULTS,
     folder: Path | None = None,
     limit_s: float = 1e9,
+    migration: int | None = None,
 ) -> Simulated:
     """Simulate a run to its last step; `folder` becomes a run folder with its journal.
+
+    `migration` has sequences move between engines (`rules.migration`), and, above 0, engines emptied at the end of a round into others that
+    then have so many at most. Live runs do neither.
 
     Raises `Stalled` where the run could not go on, and where it takes more than `limit_s` simulated seconds.
     """
@@ -80,7 +91,9 @@ def simulate(
             about = {"seed": seed, "faults": dataclasses.asdict(faults), "world": world_as_data(world)}
             machine = {"cores": 0, "devices": 0}
             journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=machine, simulated=about)
-        return _Run(config, world, seed=seed, faults=faults, events=events, journal=journal).run(limit_s)
+        run = _Run(config, world, seed=seed, faults=faults, events=events, journal=journal)
+        run.migrate(migration)
+        return run.run(limit_s)
 
 
 class _Run:
@@ -130,9 +143,10 @@ class _Run:
             kv_max_staleness=config.weights.kv_max_staleness,
             seed=seed,
         )
-        self.faults = _faults_by_step(faults, num_steps=config.trainer.steps, seed=seed)
+        self.faults = faults_by_step(faults, num_steps=config.trainer.steps, seed=seed)
         self.fault_world, self.chance = faults, np.random.default_rng((seed, 2))
         self.concurrency: Concurrency | None = None
+        self.migration: Migration | None = None
         self.is_finished = False
         self._num_tokens_of_dead = 0
         self._join()
@@ -196,6 +210,8 @@ class _Run:
             num_prompts=config.data.limit or world.num_prompts,
             replies=Slots(self.events, num_slots=num_calls) if has_environment else None,
             admit_s=world.admit_s,
+            dispatch=dispatch_of(config, num_siblings=self.num_siblings),
+            group_cut=group_cut_of(config, num_siblings=self.num_siblings),
         )
 
     def _scoring(self) -> Scoring:
@@ -228,7 +244,7 @@ class _Run:
         self.generation.full = self.scoring.full
         self.generation.on_finished = self.scoring.take
         self.generation.on_chunk = self.scoring.chunk
-        self.scoring.on_scored = self.batching.take
+        self.scoring.on_scored, self.scoring.group_cut = self.batching.take, self.generation.group_cut
         self.scoring.on_room = self.generation.credit
         self.batching.on_taken = self.scoring.taken
         self.batching.on_verdict = self._verdict
@@ -244,11 +260,19 @@ class _Run:
                 least=self.config.engine.count * self.num_siblings,
                 group_size=self.num_siblings,
             )
+        if self.concurrency is not None or self.generation.dispatch is not None:
             self.events.after(self.world.report_every_s, self._report)
         if self.record.has_journal:
             self.events.after(0.0, self._status)
 
     # --- the run ---
+
+    def migrate(self, most: int | None) -> None:
+        """Have sequences move between engines; see `simulate`."""
+        if most is not None:
+            lengths = Lengths(group_size=self.num_siblings, max_tokens=self.config.rollout.max_tokens)
+            slots = self.config.engine.max_running
+            self.migration = Migration(self.generation, world=self.world, slots=slots, lengths=lengths, most=most)
 
     def run(self, limit_s: float) -> Simulated:
         events = self.events
@@ -267,6 +291,7 @@ class _Run:
             num_events=events.num_happened,
             num_generated_tokens=self._num_generated(),
             num_evicted=sum(engine.num_evicted for engine in self.engines),
+            num_moved=self.migration.num_moved if self.migration else 0,
         )
 
     def _verdict(self, verdict: Verdict) -> None:
@@ -286,10 +311,18 @@ class _Run:
         self.is_finished = version == self.config.trainer.steps
 
     def _report(self) -> None:
+        """Have the live rules hear of every engine's gauges."""
+        if self.generation.dispatch is not None:
+            for engine in (one for one in self.engines if one.is_alive):
+                self.generation.reported(engine)
+        if self.concurrency is not None:
+            self._adapt(self.concurrency)
+        self.events.after(self.world.report_every_s, self._report)
+
+    def _adapt(self, concurrency: Concurrency) -> None:
         """Have the live rule hear how full every KV cache is; it is left out where it could change nothing."""
         used = [(engine.kv_used or 0.0, engine) for engine in self.engines if engine.is_alive]
-        concurrency, most = self.concurrency, self.config.max_running_rollouts
-        assert concurrency is not None
+        most = self.config.max_running_rollouts
         if concurrency.limit < most or max((one for one, _ in used), default=0.0) > FULL:
             for kv_used, engine in sorted(used, key=lambda pair: pair[0] > FULL):
                 concurrency.reported(
@@ -302,7 +335,6 @@ class _Run:
                     self.admission.max_running = concurrency.limit
                     self.generation.credit()
                     self.record.line("limit", max_running=concurrency.limit, engine_id=engine.engine_id, kv_used=kv_used)
-        self.events.after(self.world.report_every_s, self._report)
 
     # --- faults ---
 
@@ -355,42 +387,13 @@ class _Run:
         self.events.after(self.record.every_s, self._status)
 
     def _gauges(self) -> dict[str, Any]:
-        scoring, slots = self.scoring, self.slots
-        return {
-            "version": self.admission.version,
-            "step": self.trainer.step,
-            "num_steps": self.config.trainer.steps,
-            "groups_running": self.admission.running,
-            "groups_accepted": self.admission.accepted,
-            "max_running": self.admission.max_running,
-            "rollouts": dataclasses.asdict(self.books.counts()),
-            "reasons": dict(self.books.reasons),
-            "generated_tokens": self._num_generated(),
-            "engines": [engine.gauges() for engine in self.engines if engine.is_alive],
-            "scorers": [{"scorer_id": 0, "num_running": slots.num_running, "num_scored": slots.num_done, "busy_s": slots.busy_s}],
-            "prm": None,
-            "environment": None,
-            "gateway": None,
-            "queues": {
-                "trajectories": _queue(scoring.num_waiting),
-                "scored": _queue(self.batching.num_waiting, num_bytes=scoring.claimed_bytes, bound=self.config.pipeline.queue_bytes),
-            },
-            "refused": {},
-            "waits": self.waits.under_way(),
-            "waited_s": self.waits.all_waited_s(),
-            "memory_bytes": None,
-        }
-
-
-def _queue(items: int, *, num_bytes: int = 0, bound: int = 0) -> dict[str, int]:
-    return {"items": items, "bytes": num_bytes, "bound_bytes": bound, "num_items_total": 0}
-
-
-def _faults_by_step(faults: Faults, *, num_steps: int, seed: int) -> dict[int, list[str]]:
-    """Draw the step at whose first row each fault happens."""
-    chance = np.random.default_rng((seed, 3))
-    kinds = [kind for kind in ("engine", "trainer", "scorer", "link") for _ in range(getattr(faults, kind))]
-    found: dict[int, list[str]] = {}
-    for kind in kinds:
-        found.setdefault(int(chance.integers(min(1, num_steps - 1), num_steps)), []).append(kind)
-    return found
+        return gauges(
+            self.config,
+            trainer=self.trainer,
+            generation=self.generation,
+            scoring=self.scoring,
+            batching=self.batching,
+            slots=self.slots,
+            books=self.books,
+            num_generated=self._num_generated(),
+        )

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from orchestrator.rules.early_stop import Audit, EarlyStop
+from orchestrator.rules.group_cut import GroupCut
 from orchestrator.rules.group_rewards import join_comparison, plan_comparison
 from orchestrator.rules.grouping import Grouping
 from orchestrator.simulate.events import Events
@@ -52,6 +53,7 @@ class Scoring:
         """Called with what batching may take. It calls `taken` once it has."""
         self.on_room: Callable[[], None] = lambda: None
         """Called where `full` may have another answer."""
+        self.group_cut: GroupCut | None = None
         self.num_waiting_tokens = 0
         """Tokens that the process reward model has to answer for."""
         self.num_hopeless = self.num_stopped = 0
@@ -119,6 +121,10 @@ class Scoring:
         self._slots.call(seconds, lambda: self._events.after(self._world.overhead_s, lambda: self._scored(rollout, scored)))
 
     def _scored(self, rollout: Rollout, scored: ScoredTrajectory) -> None:
+        if self.group_cut is not None:
+            self.group_cut.decided(rollout.name, rollout.attempt)
+            if scored.score.reward is not None:
+                self.group_cut.scored(scored.score.reward)
         if self._stopping is not None and rollout.decision is not None and not rollout.decision.stops and scored.score.reward is not None:
             self._stopping.audit.saw(reward=scored.score.reward)
         if self._prm is not None and rollout.num_at_prm:

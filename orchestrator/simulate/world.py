@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from orchestrator.simulate.draws import Distribution, fixed
 
 _NOTHING, _ONE = fixed(0.0), fixed(1.0)
@@ -154,6 +156,16 @@ class Faults:
 
 
 NO_FAULTS = Faults()
+
+
+def faults_by_step(faults: Faults, *, num_steps: int, seed: int) -> dict[int, list[str]]:
+    """Draw the step at whose first row each fault happens."""
+    chance = np.random.default_rng((seed, 3))
+    kinds = [kind for kind in ("engine", "trainer", "scorer", "link") for _ in range(getattr(faults, kind))]
+    found: dict[int, list[str]] = {}
+    for kind in kinds:
+        found.setdefault(int(chance.integers(min(1, num_steps - 1), num_steps)), []).append(kind)
+    return found
 
 
 def world_as_data(world: World) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from orchestrator.peers.engines import Engines
 from orchestrator.recovery.reissue import Reissue
 from orchestrator.rollouts.rollout import LOST_ENVIRONMENT, Rollout, unanswered
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.dispatch import Dispatch, Serving
+from orchestrator.rules.group_cut import GroupCut
 from orchestrator.rules.quarantine import Quarantine
+from orchestrator.rules.validation.violations import Violation
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Drawn
-from pipelinerl.messages import Completion, Generate, Prompt, Result, Sampling, Trajectory
+from pipelinerl.messages import Completion, EngineLoad, Finish, Generate, Prompt, Result, Sampling, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
@@ -65,6 +68,10 @@ class Generation:
     environment: EnvironmentStage | None = None
     leasing: Leasing | None = None
     """The stage that has agents outside of the run play the rollouts; None where engines are asked for them here."""
+    dispatch: Dispatch[Rollout] | None = None
+    """The rule that sends rollouts one by one; None where a group's siblings go to one engine the moment they are admitted."""
+    group_cut: GroupCut | None = None
+    """The rule that ends the last siblings of a group by a coin; None where all are written to their end."""
     next_group_id: int = 0
     interrupted: tuple[InterruptedGroup, ...] = ()
     """Groups of a run that goes on; they are issued before anything new, as far as no engine still has them."""
@@ -79,6 +86,9 @@ class Generation:
             watch=self.watch,
             attempts=self,
         )
+        if self.dispatch is not None:
+            self.engines.on_load(self._reported)
+            self.engines.on_died(self.dispatch.lost)
         for group in self.interrupted:
             for one in group.rollouts:
                 rollout = self._begin(group.group_id, group.prompt, one.rollout_id, sibling=one.sibling, version=one.version)
@@ -93,6 +103,8 @@ class Generation:
             group.create_task(self._admit())
             group.create_task(self._reissue.run())
             group.create_task(self._collect())
+            if self.dispatch is not None:
+                group.create_task(self._send(self.dispatch))
 
     # --- new groups ---
 
@@ -126,10 +138,15 @@ class Generation:
             or self.backpressure()
             or self.admission.holds_back(
                 version=version,
-                num_generating=len(self.engines.requests) if self.leasing is None else self.leasing.num_out,
+                num_generating=self._num_generating(),
                 engines_are_current=self.engines.all_hold(self.admission.version),
             )
         )
+
+    def _num_generating(self) -> int:
+        if self.leasing is not None:
+            return self.leasing.num_out
+        return len(self.engines.requests) if self.dispatch is None else self.dispatch.num_waiting
 
     def full(self) -> str | None:
         """Name the queue that has to get shorter before anything more is asked of engines."""
@@ -143,14 +160,20 @@ class Generation:
         group_size = self.group_size + self.adds_greedy
         names = self.ledger.admit(group_id, drawn.prompt, group_size=group_size, position=drawn.position, now_s=_now_s())
         version = self.engines[engine_id].version
+        rollouts: list[Rollout] = []
         for sibling, name in enumerate(names):
             rollout = self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version)
             if self.leasing is not None:
                 self.leasing.offer(rollout, then=self._pass_on)
             elif rollout.is_stateful:
                 self._start(rollout)
+            elif self.dispatch is not None:
+                rollouts.append(rollout)
             else:
                 self.ask(rollout, engine_id)
+        if self.dispatch is not None:
+            self.dispatch.add(group_id, rollouts, num_prompt=len(drawn.prompt.token_ids), version=version)
+            self.credits.set()
 
     def _begin(self, group_id: int, prompt: Prompt, rollout_id: str, *, sibling: int, version: int) -> Rollout:
         return Rollout(
@@ -183,6 +206,28 @@ class Generation:
             self._reissue.put(rollout)
         self.credits.set()
 
+    # --- one rollout at a time ---
+
+    async def _send(self, dispatch: Dispatch[Rollout]) -> None:
+        """Send rollouts to engines, in the order and to the engines that `dispatch` says."""
+        while True:
+            while self.full() is None and (found := dispatch.next(self._serving(), max_running=self.admission.max_running)) is not None:
+                self.ask(*found)
+            await self.credits.wait()
+
+    def _serving(self) -> list[Serving]:
+        return [
+            Serving(engine_id=engine.engine_id, version=engine.version, num_outstanding=engine.num_outstanding)
+            for engine in self.engines.serving()
+        ]
+
+    def _reported(self, load: EngineLoad) -> None:
+        assert self.dispatch is not None
+        self.dispatch.reported(
+            load.engine_id, num_passes=load.num_steps, kv_used=load.kv_used, num_running=load.num_running, num_queued=load.num_waiting
+        )
+        self.credits.set()
+
     # --- one attempt ---
 
     def ask(self, rollout: Rollout, engine_id: int) -> None:
@@ -190,24 +235,60 @@ class Generation:
             version = self.engines[engine_id].version
             self.ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, version=version, now_s=_now_s())
         self._reissue.enter(rollout, engine_id)
+        if self.dispatch is not None:
+            num_prompt = len(rollout.prompt.token_ids)
+            self.dispatch.sent(rollout.rollout_id, group_id=rollout.group_id, num_prompt=num_prompt, engine_id=engine_id)
         self.engines.requests.ask(
             self.request(rollout),
             engine_id,
             sink=lambda completion, engine_id: self.take(rollout, completion, engine_id),
-            lost=lambda engine_id: self._reissue.lose(rollout, engine_id),
-            refused=lambda engine_id, violation: self._reissue.refuse(rollout, engine_id, violation),
+            lost=lambda engine_id: self._lost(rollout, engine_id),
+            refused=lambda engine_id, violation: self._refused(rollout, engine_id, violation),
         )
+
+    def _lost(self, rollout: Rollout, engine_id: int) -> None:
+        self._ended(rollout, engine_id, num_tokens=None)
+        self._reissue.lose(rollout, engine_id)
+
+    def _refused(self, rollout: Rollout, engine_id: int, violation: Violation) -> None:
+        self._ended(rollout, engine_id, num_tokens=None)
+        self._reissue.refuse(rollout, engine_id, violation)
+
+    def _ended(self, rollout: Rollout, engine_id: int, *, num_tokens: int | None) -> None:
+        if self.dispatch is not None:
+            self.dispatch.ended(rollout.rollout_id, engine_id=engine_id, num_tokens=num_tokens)
 
     def request(self, rollout: Rollout) -> Generate:
         sampling = msgspec.structs.replace(self.sampling, temperature=0.0) if rollout.is_greedy else self.sampling
         return rollout.request(sampling, chunk_tokens=self.chunk_tokens)
 
     def take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        is_whole = completion.finish in (Finish.STOP, Finish.LENGTH)
+        self._ended(rollout, engine_id, num_tokens=len(completion.token_ids) if is_whole else None)
+        if self.group_cut is not None:
+            self._cut(rollout, self.group_cut)
         rollout = rollout.said(completion)
         if self.environment is None or rollout.is_over:
             self._end(rollout, completion, engine_id)
         else:
             self.environment.ask(rollout, engine_id=engine_id, then=functools.partial(self._go_on, rollout, completion, engine_id))
+
+    def _cut(self, rollout: Rollout, group_cut: GroupCut) -> None:
+        """Toss coins for the siblings of a rollout that engines still write, where enough of them have ended."""
+        stopped: list[tuple[str, int]] = []
+        for sibling in group_cut.ended(rollout.group_id, rollout.sibling):
+            name = f"{rollout.group_id}/{sibling}"
+            attempt = self.engines.requests.attempt_of(name)
+            if attempt is None:
+                continue
+            decision = group_cut.decide(name, attempt)
+            self.ledger.record_early_stop(name, attempt=attempt, decision=decision, now_s=_now_s())
+            if decision.stops:
+                stopped.append((name, attempt))
+        if stopped:
+            self.ledger.flush()  # before an engine hears of it: a later process must not toss again
+        for name, attempt in stopped:
+            self.engines.requests.withdraw(name, attempt)
 
     def _go_on(self, rollout: Rollout, completion: Completion, engine_id: int, result: Result) -> None:
         """Ask for an episode's next turn. The engine of the last turn is asked where it may go on: its prefix cache may hold all before."""

@@ -8,7 +8,8 @@ import dataclasses
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rollouts.scorer_tasks import failed_score, posted_score, reward_task, score_of, unscored
-from pipelinerl.messages import ScoredTrajectory, Trajectory
+from orchestrator.rules.group_cut import GroupCut
+from pipelinerl.messages import Outcome, Score, ScoredTrajectory, Trajectory
 from pipelinerl.runtime.stage import Channel
 
 
@@ -30,6 +31,8 @@ class Scoring:
     scored: Channel[ScoredTrajectory]
     scorers: Scorers
     ledger: Ledger
+    group_cut: GroupCut | None = None
+    """The rule that has ended some of the rollouts early; None where none is."""
     has_rewards: bool = True
     """False in a run whose agents post every reward."""
 
@@ -40,11 +43,16 @@ class Scoring:
                 group.create_task(self._score(trajectory))
 
     async def _score(self, trajectory: Trajectory) -> None:
+        decision = self.group_cut.decided(trajectory.rollout_id, trajectory.attempt) if self.group_cut is not None else None
         score = failed_score(trajectory) or posted_score(trajectory)
+        if score is None and decision is not None and decision.stops:
+            score = Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
         if score is None and not self.has_rewards:
             score = unscored(trajectory)
         if score is None:
             score = score_of(trajectory, await self.scorers.request(reward_task(trajectory), by=self.name))
-        scored = ScoredTrajectory(trajectory=trajectory, score=score)
+        if self.group_cut is not None and score.reward is not None:
+            self.group_cut.scored(score.reward)
+        scored = ScoredTrajectory(trajectory=trajectory, score=score, early_stop=decision)
         self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
         self.scored.put_claimed(scored)

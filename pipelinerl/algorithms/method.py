@@ -68,7 +68,12 @@ class Need(enum.StrEnum):
     """The turns of an episode, each with the one that it continues and the reward that it earned."""
     ROLES = "roles", Supplier.GROUP
     """The agent role that wrote each rollout: the column `role` of its prompt's row, which is looked for when the group closes."""
-    PREDICTIONS = ("predictions", Supplier.SETTING, "", "switch unbiased early stopping on (prm.early_stop.threshold), or choose rloo")
+    PREDICTIONS = (
+        "predictions",
+        Supplier.SETTING,
+        "",
+        "switch unbiased early stopping on (prm.early_stop.threshold or rollout.cut_after), or choose rloo",
+    )
     """Predicted reward and sample weight of rows under an unbiased early stop."""
     CORRECT = "correct", Supplier.ROW
     """Correctness, 0 or 1 per sequence."""

@@ -251,14 +251,14 @@ def facts_of(config: Config) -> RunFacts:
     offers -= {Need.DIVERGENCE} if config.trainer.layout.pipeline > 1 else frozenset()
     offers |= {Need.STEP_SCORES} if config.prm.is_used else frozenset()
     offers |= {Need.ANCHORS, Need.TURNS} if config.environment.is_used else frozenset()
-    offers |= {Need.PREDICTIONS} if config.prm.early_stop.threshold is not None else frozenset()
+    offers |= {Need.PREDICTIONS} if config.stops_early else frozenset()
     bound = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1}.get(config.pipeline.mode, config.pipeline.max_staleness)
     return RunFacts(
         group_size=config.rollout.group_size,
         samples_per_step=config.batch.groups_per_step * config.rollout.group_size,
         max_staleness=bound,
         epochs=config.trainer.epochs,
-        stops_early=config.prm.early_stop.threshold is not None,
+        stops_early=config.stops_early,
         compares_siblings=config.compares_siblings,
         may_branch=config.gateway is not None,
         offers=offers,

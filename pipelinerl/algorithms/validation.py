@@ -35,6 +35,8 @@ class RunFacts:
     """Rollouts may be episodes that branch."""
 
 
+EARLY_STOP = "prm.early_stop.threshold or rollout.cut_after"
+"""The settings that have rollouts stopped early."""
 _WAYS_OUT = " Set proximal to engine and weight to none, or, to keep the weight, objective to gpg, which has no trust region."
 _JUDGED = {Need.CRITIC: "values", Need.IMPLICIT_PRM: "process rewards"}
 
@@ -127,11 +129,11 @@ def _stopped_rule(chosen: Chosen, method: Method, run: RunFacts) -> Iterator[str
     """A rule that compares those who were not stopped makes the estimate depend on the coins."""
     if run.stops_early and chosen.column == "advantage" and not chosen.spec.allows_stopped:
         yield (
-            f"prm.early_stop.threshold stops siblings early, and {chosen} would compare the others only: the estimate would be biased."
+            f"{EARLY_STOP} stops siblings early, and {chosen} would compare the others only: the estimate would be biased."
             " Choose rloo_doubly_robust (algorithm rloo_early_stop) or step_reinforce."
         )
     if run.stops_early and chosen.column in ("group_filter", "batch") and chosen.rule.name != "none":
-        yield f"prm.early_stop.threshold stops siblings early, and {chosen} would judge by the others only. Set {chosen.column} to none."
+        yield f"{EARLY_STOP} stops siblings early, and {chosen} would judge by the others only. Set {chosen.column} to none."
 
 
 def _unordered_masks(method: Method, run: RunFacts) -> Iterator[str]:
@@ -239,20 +241,17 @@ def _stopped(method: Method, run: RunFacts) -> Iterator[str]:
     if not run.stops_early:
         return
     if Need.WHOLE_STEP in method.needs:
-        yield (
-            "prm.early_stop.threshold stops rollouts early, and this method measures whole steps, by those that were not stopped."
-            " Choose another."
-        )
+        yield (f"{EARLY_STOP} stops rollouts early, and this method measures whole steps, by those that were not stopped. Choose another.")
     objective, advantage = spec_of("objective", method.objective.name), spec_of("advantage", method.advantage.name)
     if not objective.is_linear and objective.reads_advantages and Need.PREDICTIONS in advantage.needs:
         yield (
-            f"prm.early_stop.threshold stops rollouts early: the expectation of advantage {method.advantage.name} over the coins is what"
+            f"{EARLY_STOP} stops rollouts early: the expectation of advantage {method.advantage.name} over the coins is what"
             f" stays, and objective {method.objective.name} is not linear in it: the estimate would be biased."
             " Set objective to gpg, proximal to current."
         )
     if method.aggregation is Aggregation.TOKEN_MEAN:
         yield (
-            "prm.early_stop.threshold stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
+            f"{EARLY_STOP} stops rollouts early, and aggregation token-mean divides by tokens, which the coins change. Choose an"
             " aggregation that divides by rollouts started: seq-mean-token-sum-norm, seq-mean-token-sum or seq-mean-token-mean."
         )
 

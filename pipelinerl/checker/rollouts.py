@@ -64,8 +64,10 @@ class RolloutInvariants:
 
     def on_early_stop(self, entry: Entry, rollout: Rollout) -> None:
         below, seed = self._run.settings.get("early_stop_threshold"), self._run.settings.get("seed")
-        self._require(below is not None, "is decided about in a run that stops nothing early")
-        self._require(entry.score is not None and entry.score < (below or 0.0), f"is decided about at {entry.score}, not below {below}")
+        is_cut = self._run.settings.get("cut_after") is not None
+        self._require(below is not None or is_cut, "is decided about in a run that stops nothing early")
+        is_flagged = entry.score is not None and (is_cut or entry.score < (below or 0.0))
+        self._require(is_flagged, f"is decided about at {entry.score}, not below {below}")
         self._require(rollout.is_out and entry.attempt == rollout.attempt, f"decides about attempt {entry.attempt}, which is not out")
         self._require(rollout.early_stop_attempt != entry.attempt, "is decided about a second time")
         said = json.loads(entry.data or "{}")

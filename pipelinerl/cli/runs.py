@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,8 @@ from pipelinerl.cli.app import Overrides, RunFolder, console, exit_as
 
 commands = typer.Typer()
 PANEL = "Look at a run"
+WHAT_IF_S = 180.0
+"""Longest wait for what-ifs, which are bounded in seconds of a core; a machine that does much else takes longer for them."""
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -42,11 +46,27 @@ def view(
 
 
 @commands.command(rich_help_panel=PANEL)
-def report(run_folder: RunFolder) -> None:
+def report(
+    run_folder: RunFolder,
+    what_if: Annotated[bool, typer.Option(help="simulate what other settings would have made of it: at most a minute of a core")] = True,
+) -> None:
     """Write a run's report: one self-contained HTML page. Works on a run under way, too."""
     from pipelinerl.observe.report import write_report
 
+    if what_if and (run_folder / "ledger.sqlite").is_file():
+        _foretell(run_folder)
     console.print(f"report: {write_report(run_folder)}")
+
+
+def _foretell(run_folder: Path) -> None:
+    """Have the simulator say what other settings would have made of a run, for its report; what hinders it is said, and no error."""
+    program = [sys.executable, "-m", "orchestrator.simulate.what_if", str(run_folder)]
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, timeout=WHAT_IF_S, check=False)
+        said = done.stdout if done.returncode == 0 else f"no what-ifs: {done.stderr.strip().splitlines()[-1]}"
+    except (subprocess.TimeoutExpired, IndexError):
+        said = f"no what-ifs: the simulation took longer than {WHAT_IF_S:g} s"
+    console.print(said.strip(), highlight=False, soft_wrap=True, markup=False)
 
 
 @commands.command(rich_help_panel=PANEL)

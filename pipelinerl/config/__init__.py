@@ -84,6 +84,17 @@ class Config(Section):
         return self.engine.count * self.engine.max_running * 5 // 4
 
     @property
+    def dispatches_rollouts(self) -> bool:
+        """True where rollouts wait for an engine one by one, see `orchestrator.rules.dispatch`."""
+        pipeline = self.pipeline
+        return pipeline.dispatch != "in_order" or pipeline.routing != "least_busy" or pipeline.kv_admission
+
+    @property
+    def stops_early(self) -> bool:
+        """True where rollouts may be stopped while they are written; those that go on then weigh more."""
+        return self.prm.early_stop.threshold is not None or self.rollout.cut_after is not None
+
+    @property
     def learning_rate(self) -> float:
         """Peak of the policy's. Adapters want about ten times what all weights want (arXiv:2405.09673)."""
         return self.trainer.learning_rate or (1e-5 if self.lora.rank else 1e-6)

@@ -84,6 +84,12 @@ class DataSection(Section):
 class RolloutSection(Section):
     group_size: PositiveInt = Field(8, description="sibling rollouts per prompt")
     max_tokens: PositiveInt = Field(1024, description="longest completion; with an environment, all that follows the prompt")
+    cut_after: PositiveInt | None = Field(
+        None, description="ended siblings after which each of the others goes on by a coin alone; none: all are written to their end"
+    )
+    cut_keep_probability: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.25, description="of that coin; who goes on weighs 1 / cut_keep_probability in the loss, so that no length is preferred"
+    )
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(
         1.0, description="sampling temperature; the trainer divides its logits by it too"
     )
@@ -148,6 +154,14 @@ class PipelineSection(Section):
     adaptive_concurrency: bool = Field(
         False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
     )
+    dispatch: Literal["in_order", "longest_first"] = Field(
+        "in_order", description="longest_first: of each group one rollout first, whose length predicts its siblings', then the longest"
+    )
+    routing: Literal["least_busy", "least_loaded"] = Field(
+        "least_busy",
+        description="engine of the next rollouts: the one with the fewest, or with the fewest predicted tokens in its KV cache",
+    )
+    kv_admission: bool = Field(False, description="send an engine only rollouts that its KV cache will hold, by their predicted lengths")
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue: whoever fills one waits for room in it")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.layout import Schedule, nearest, problems_of
+from pipelinerl.config.scheduling import cut_is_unbiased, dispatch_is_for_completions, early_stop_is_unbiased
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
 from pipelinerl.config.sections import (
     AlgorithmSection,
@@ -333,19 +334,6 @@ def _rewards_are_functions_or_models(reward: tuple[RewardSection, ...], environm
                 )
 
 
-def _early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
-    if prm.early_stop.threshold is None:
-        return
-    if not prm.is_used:
-        threshold = prm.early_stop.threshold
-        yield f"prm.early_stop.threshold is {threshold:g} and no process reward model says which rollouts are hopeless. Set prm.path."
-    if any(one.per == "group" for one in reward):
-        yield (
-            'prm.early_stop.threshold is set and a reward has per = "group": siblings would be compared with those only that were not'
-            " stopped. Leave one of them out."
-        )
-
-
 _CHECKS = (
     _row_holds_a_trajectory,
     _group_can_survive,
@@ -370,7 +358,9 @@ _CHECKS = (
     _sft_stream_has_rows_and_weight,
     _stop_strings_go_with,
     _template_arguments_are_free,
-    _early_stop_is_unbiased,
+    early_stop_is_unbiased,
+    cut_is_unbiased,
+    dispatch_is_for_completions,
     _int8_is_for_whole_policies_of_one_rank,
     _ranks_can_take_policies,
 )

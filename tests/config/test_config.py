@@ -207,6 +207,25 @@ def test_an_early_stop_needs_a_model_and_no_comparison():
     ]
 
 
+def test_a_group_is_cut_only_where_siblings_are_left_and_nobody_is_compared():
+    keys = {"rollout": {"group_size": 4, "cut_after": 4}}
+    algorithm = {"name": "rloo_early_stop", "overrides": {"aggregation": "seq-mean-token-sum-norm"}}
+    (none_left,) = problems_of(tree(**keys, algorithm=algorithm))
+    assert none_left.startswith("rollout.cut_after is 4, and no sibling of 4 (rollout.group_size) is left then")
+    (compared,) = problems_of(tree(rollout={"group_size": 8, "cut_after": 4}, reward=[{"function": "a:b", "per": "group"}]))
+    assert 'a reward with per = "group" would compare those only' in compared
+
+
+def test_rollouts_are_sent_one_by_one_only_where_they_are_completions():
+    keys = {"dispatch": "longest_first", "routing": "least_loaded", "kv_admission": True}
+    found = problems_of(tree(pipeline=keys, environment={"function": "game.py:reply"}))
+    assert [line.split(", and")[0] for line in found] == [
+        "pipeline.dispatch is longest_first",
+        "pipeline.routing is least_loaded",
+        "pipeline.kv_admission is True",
+    ]
+
+
 def test_a_class_of_environments_needs_no_reward_function_and_stands_alone() -> None:
     game = {"cls": "game.py:Game"}
     assert parse(tree(reward=[], environment=game), origin="my.toml").environment.max_alive == 32
@@ -427,6 +446,8 @@ KEYS = [
     "data.difficulty",
     "rollout.group_size",
     "rollout.max_tokens",
+    "rollout.cut_after",
+    "rollout.cut_keep_probability",
     "rollout.temperature",
     "rollout.stop_token_ids",
     "rollout.stop",
@@ -507,6 +528,9 @@ KEYS = [
     "pipeline.max_staleness",
     "pipeline.max_running",
     "pipeline.adaptive_concurrency",
+    "pipeline.dispatch",
+    "pipeline.routing",
+    "pipeline.kv_admission",
     "pipeline.queue_bytes",
     "pipeline.stall_limit_s",
     "trainer.steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from pipelinerl.observe.report.measures import Measures
 from pipelinerl.observe.report.units import milliseconds, percent, plural, quantity, seconds, whole
@@ -43,7 +44,28 @@ def findings_of(measures: Measures) -> tuple[Finding, ...]:
         for what, part_s, whole_of, whole_s in parts
         if part_s is not None and whole_s
     ]
-    return (first, *shares, *_occupancy(measures), *_capacities(measures))
+    return (first, *shares, *_occupancy(measures), *_dispatching(measures.dispatch), *_capacities(measures))
+
+
+def _dispatching(dispatch: dict[str, float]) -> Iterator[Finding]:
+    """A row for each rule of dispatch that is on."""
+    sent = dispatch.get("num_dispatched", 0.0)
+    if dispatch.get("length_tokens"):
+        error, tokens = dispatch["length_error_tokens"], dispatch["length_tokens"]
+        arithmetic = f"{whole(error)} tokens between predicted and written / {whole(tokens)} written"
+        yield Finding(what="dispatch, longest first: lengths were predicted wrong by", arithmetic=arithmetic, value=percent(error / tokens))
+    if "num_at_home" in dispatch and sent:
+        at_home = dispatch["num_at_home"]
+        arithmetic = f"{whole(at_home)} sent to the engine of a sibling / {whole(sent)} rollouts sent"
+        yield Finding(what="routing, least loaded: prompts found computed", arithmetic=arithmetic, value=percent(at_home / sent))
+    if "num_held_by_kv" in dispatch and sent:
+        held, room = dispatch["num_held_by_kv"], dispatch["kv_room_tokens"]
+        arithmetic = f"{whole(held)} kept back / {whole(sent)} sent, with {whole(room)} tokens learned to be an engine's room"
+        yield Finding(what="KV admission: rollouts that waited for room", arithmetic=arithmetic, value=percent(held / sent))
+    if dispatch.get("num_cut_decided"):
+        stopped, decided, weight = dispatch["num_cut_stopped"], dispatch["num_cut_decided"], 1 / dispatch["cut_keep_probability"]
+        arithmetic = f"{whole(stopped)} stopped / {whole(decided)} last siblings; those that went on weigh {quantity(weight)} each"
+        yield Finding(what="groups cut without bias: last siblings stopped", arithmetic=arithmetic, value=percent(stopped / decided))
 
 
 def _occupancy(measures: Measures) -> list[Finding]:

@@ -52,6 +52,8 @@ class Measures:
     trained_tokens: float | None
     useful_tokens: float | None
     """Trained tokens whose advantage is not zero."""
+    dispatch: dict[str, float]
+    """What the rules that send rollouts one by one have done since the run began; empty without them."""
 
     def engine_fraction(self, value_s: float | None) -> float | None:
         """Parts of one of the engines' time."""
@@ -122,6 +124,7 @@ def measure(tables: Tables) -> Measures | None:
         generated_tokens=grown(counters.growth(row.generated_tokens for row in statuses)),
         trained_tokens=counters.total(step.num_trained_tokens for step in steps),
         useful_tokens=counters.total(step.num_useful_tokens for step in steps),
+        dispatch=last.dispatch if last else {},
     )
 
 

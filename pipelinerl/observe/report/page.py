@@ -26,6 +26,7 @@ from pipelinerl.observe.report.headline import headline
 from pipelinerl.observe.report.reading import Tables
 from pipelinerl.observe.report.timeline import timeline
 from pipelinerl.observe.report.units import NOT_RECORDED, duration, plural
+from pipelinerl.observe.report.what_ifs import read_what_ifs
 
 _HERE = Path(__file__).parent
 _PLOTS = ("assets/uplot/uPlot.min.css", "assets/uplot/uPlot.iife.min.js", "templates/base.css", "templates/plots.js")
@@ -42,6 +43,7 @@ def page(tables: Tables) -> str:
         facts=_facts(tables),
         numbers=numbers,
         diagnosis=diagnosis,
+        what_ifs=read_what_ifs(tables.folder),
         figures_of=figures(tables),
         timeline=timeline(tables),
         listings=listings,

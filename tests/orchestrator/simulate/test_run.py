@@ -101,6 +101,14 @@ CASES: dict[str, dict[str, Any]] = {
         "prm": {"path": "unused", "early_stop": {"threshold": 0.5, "keep_probability": 0.3}},
         "algorithm": {"name": "rloo_early_stop"},
     },
+    "dispatch": {"pipeline": {"max_staleness": 3, "dispatch": "longest_first", "routing": "least_loaded", "kv_admission": True}},
+    "dispatch_sync": {"pipeline": {"mode": "sync", "dispatch": "longest_first"}},
+    "cut": {"rollout": {"group_size": 4, "max_tokens": 200, "cut_after": 2}, "algorithm": {"name": "rloo_early_stop"}},
+    "cut_and_dispatch": {
+        "rollout": {"group_size": 4, "max_tokens": 200, "cut_after": 2},
+        "algorithm": {"name": "rloo_early_stop"},
+        "pipeline": {"max_staleness": 3, "dispatch": "longest_first"},
+    },
     "little_room": {"pipeline": {"max_staleness": 3, "queue_bytes": 20_000}},
 }
 

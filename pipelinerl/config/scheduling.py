@@ -1,0 +1,55 @@
+"""Refuses settings of who is stopped early, and of who goes to which engine, that would bias what is trained or change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelinerl.config.gateway import GatewaySection
+from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
+from pipelinerl.config.sections import PipelineSection, RolloutSection
+
+
+def early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
+    if prm.early_stop.threshold is None:
+        return
+    if not prm.is_used:
+        threshold = prm.early_stop.threshold
+        yield f"prm.early_stop.threshold is {threshold:g} and no process reward model says which rollouts are hopeless. Set prm.path."
+    if any(one.per == "group" for one in reward):
+        yield (
+            'prm.early_stop.threshold is set and a reward has per = "group": siblings would be compared with those only that were not'
+            " stopped. Leave one of them out."
+        )
+
+
+def cut_is_unbiased(
+    rollout: RolloutSection,
+    prm: PrmSection,
+    reward: tuple[RewardSection, ...],
+    environment: EnvironmentSection,
+    gateway: GatewaySection | None,
+) -> Iterator[str]:
+    cut_after = rollout.cut_after
+    if cut_after is None:
+        return
+    if cut_after >= rollout.group_size:
+        yield f"rollout.cut_after is {cut_after}, and no sibling of {rollout.group_size} (rollout.group_size) is left then. Lower it."
+    for is_there, other in (
+        (prm.is_used, "a process reward model scores rollouts while they are written; it has a stop of its own, prm.early_stop"),
+        (any(one.per == "group" for one in reward), 'a reward with per = "group" would compare those only that were not stopped'),
+        (environment.is_used or gateway is not None, "an episode of several turns may be between two of them"),
+    ):
+        if is_there:
+            yield f"rollout.cut_after is {cut_after}, and {other}. Leave one of them out."
+
+
+def dispatch_is_for_completions(
+    pipeline: PipelineSection, environment: EnvironmentSection, gateway: GatewaySection | None
+) -> Iterator[str]:
+    used = {"dispatch": pipeline.dispatch != "in_order", "routing": pipeline.routing != "least_busy", "kv_admission": pipeline.kv_admission}
+    plays = environment.key if environment.is_used else "a [gateway] section" if gateway is not None else ""
+    for key in (key for key, is_used in used.items() if is_used and plays):
+        yield (
+            f"pipeline.{key} is {getattr(pipeline, key)}, and {plays} makes rollouts of several turns, whose lengths and pauses nothing"
+            " predicts. Leave it out."
+        )

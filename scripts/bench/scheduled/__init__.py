@@ -1,0 +1,1 @@
+"""What `scripts/bench/schedule.py` consists of."""
