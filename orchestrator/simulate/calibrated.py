@@ -12,11 +12,8 @@ Coefficients are least squares, none below 0; s and u are searched from 0 to 3. 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import math
-import sqlite3
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,57 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.simulate.draws import fixed, recorded
+from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_journal, read_ledger
 from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
 from pipelinerl.config import Config
 from pipelinerl.errors import DataError
-from pipelinerl.observe.lines import read_journals, read_spans
 
 Numbers = npt.NDArray[np.float64]
-_WORKING = ("forward_backward", "optimizer")
 _ONE_BURST_S = 0.01
 """Groups begun within so many seconds waited for nothing but each other."""
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Journal:
-    """What the journals hold that a fit reads."""
-
-    loads: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Reports of each engine's own journal, in order."""
-    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    swaps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    scorer: dict[str, Any] | None = None
-    """The last report of the reward scorer."""
-    prm: dict[str, Any] | None = None
-    work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(start, end) of the trainer's work."""
-    passes: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
-    """(start, end) of each engine's passes without a break."""
-    calls_s: list[float] = dataclasses.field(default_factory=list)
-    """Seconds of single reward calls."""
-    replies_s: list[float] = dataclasses.field(default_factory=list)
-    """Seconds of single replies of the environment."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Rollouts:
-    """What the ledger tells of rollouts."""
-
-    lengths: dict[str, int]
-    """Tokens of each that ended by itself or at its limit, by name."""
-    rewards: dict[str, float]
-    issued: dict[int, list[tuple[float, int]]]
-    """(Unix seconds, group) of what each engine was asked for."""
-    rows: dict[int, int]
-    """Rows of each step."""
-    waits_s: list[float]
-    """From a completion until its score is booked."""
-    group_size: int
-    num_scored: int
-    num_failed: int
-    num_hopeless: int
-    turns: list[float]
 
 
 def world_of_run(config: Config, run_folder: Path, *, until_s: float = math.inf) -> World:
@@ -84,7 +39,7 @@ def world_of_run(config: Config, run_folder: Path, *, until_s: float = math.inf)
 
     Raises `DataError` where the run's journal or ledger has too little to learn from.
     """
-    journal, rollouts = _read_journal(run_folder, until_s), _read_ledger(run_folder, until_s)
+    journal, rollouts = read_journal(run_folder, until_s), read_ledger(run_folder, until_s)
     if len(journal.steps) < 2 or not rollouts.lengths:
         raise DataError(
             f"{run_folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
@@ -114,100 +69,12 @@ def world_of_run(config: Config, run_folder: Path, *, until_s: float = math.inf)
     )
 
 
-# --- reading ---
-
-
-def _read_journal(run_folder: Path, until_s: float) -> _Journal:
-    found = _Journal()
-    for line in read_journals(run_folder):
-        if line["t"] > until_s:
-            continue
-        process = str(line.get("process", ""))
-        match line["kind"]:
-            case "load" if process.startswith("engine-") and "num_steps" in line:
-                found.loads.setdefault(int(line["engine_id"]), []).append(line)
-            case "load" if "num_scored" in line and "functions" in line:
-                found.scorer = line
-            case "load" if "num_trace_tokens" in line:
-                found.prm = line
-            case "step":
-                found.steps.append(line)
-            case "swap":
-                found.swaps.append(line)
-            case _:
-                pass
-    for span in read_spans(run_folder):
-        if span.end > until_s:
-            continue
-        if span.lane.startswith("trainer-0") and span.name in _WORKING:
-            found.work.append((span.start, span.end))
-        elif span.name == "forward":
-            found.passes.setdefault(int(span.lane.partition("-")[2]), []).append((span.start, span.end))
-        elif span.name == "score" and span.count == 1:
-            (found.replies_s if "/reply/" in span.lane else found.calls_s).append(span.end - span.start)
-    return found
-
-
-def _read_ledger(run_folder: Path, until_s: float) -> _Rollouts:
-    path = run_folder / "ledger.sqlite"
-    if not path.is_file():
-        raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        began_s, unix_s = database.execute(
-            "SELECT t, json_extract(data, '$.unix_s') FROM events WHERE kind = 'began' ORDER BY seq"
-        ).fetchone()
-        events = database.execute(
-            "SELECT kind, t, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
-            " ('issued', 'generated', 'scored', 'closed', 'early_stop', 'observed') ORDER BY seq"
-        ).fetchall()
-    lengths: dict[str, int] = {}
-    rewards: dict[str, float] = {}
-    issued: dict[int, list[tuple[float, int]]] = {}
-    rows: dict[int, int] = {}
-    ended: dict[str, float] = {}
-    turns: dict[str, int] = {}
-    waits_s: list[float] = []
-    counts = {"scored": 0, "failed": 0, "early_stop": 0}
-    for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
-        if t - began_s + unix_s > until_s:
-            continue
-        match kind:
-            case "issued":
-                issued.setdefault(int(peer.partition("-")[2]), []).append((t - began_s + unix_s, int(name.partition("/")[0])))
-            case "generated":
-                ended[name] = t
-                if reason in ("stop", "length") and num_tokens:
-                    lengths[name] = num_tokens
-            case "scored":
-                counts["scored"] += 1
-                counts["failed"] += reward is None and not reason.startswith("stopped")
-                if reward is not None:
-                    rewards[name] = reward
-                waits_s.append(t - ended.get(name, t))
-            case "closed":
-                rows[step] = num_rows
-            case "observed":
-                turns[name] = turns.get(name, 1) + (reason == "ok")
-            case _:
-                counts["early_stop"] += 1
-    return _Rollouts(
-        lengths=lengths,
-        rewards=rewards,
-        issued=issued,
-        rows=rows,
-        waits_s=waits_s,
-        group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
-        num_scored=counts["scored"],
-        num_failed=counts["failed"],
-        num_hopeless=counts["early_stop"],
-        turns=[float(turns.get(name, 1)) for name in lengths] if turns else [],
-    )
-
-
 # --- engines ---
 
 
-def _engine(journal: _Journal, rollouts: _Rollouts, *, prompt_tokens: float, lengths: dict[str, int]) -> tuple[EngineWorld, float, float]:
+def _engine(
+    journal: RunJournal, rollouts: RunRollouts, *, prompt_tokens: float, lengths: dict[str, int]
+) -> tuple[EngineWorld, float, float]:
     """Return an engine, and how much longer a pass lasts beside the trainer and beside one other engine."""
     first_s = journal.steps[0]["t"]
     rows: list[tuple[float, float, float, float, float, float]] = []
@@ -294,7 +161,7 @@ def _least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
 # --- the others ---
 
 
-def _trainer(journal: _Journal, steps: list[dict[str, Any]], rollouts: _Rollouts, *, num_engines: int) -> tuple[TrainerWorld, float]:
+def _trainer(journal: RunJournal, steps: list[dict[str, Any]], rollouts: RunRollouts, *, num_engines: int) -> tuple[TrainerWorld, float]:
     """Return the trainer, and how much longer it works beside one engine."""
     rows: list[tuple[float, float, float, float]] = []
     rest_s: list[float] = []
@@ -320,14 +187,14 @@ def _trainer(journal: _Journal, steps: list[dict[str, Any]], rollouts: _Rollouts
     return world, slowed
 
 
-def _num_computed(step: dict[str, Any], rollouts: _Rollouts) -> float:
+def _num_computed(step: dict[str, Any], rollouts: RunRollouts) -> float:
     """Return the tokens that the trainer computes in a step: a prompt once for the siblings of a row, and groups are cut by rows' ends."""
     prompts = 1 + (step["num_samples"] - 1) // rollouts.group_size + rollouts.rows.get(step["step"], 1) - 1
     others = step["num_tokens"] - step["num_trained_tokens"]
     return float(step["num_trained_tokens"] + others * min(1.0, prompts / step["num_samples"]))
 
 
-def _sync(journal: _Journal, steps: list[dict[str, Any]]) -> SyncWorld:
+def _sync(journal: RunJournal, steps: list[dict[str, Any]]) -> SyncWorld:
     beside = [seconds for step in steps if (seconds := step["trainer"].get("publish_async_s")) is not None]
     first_s = journal.steps[0]["t"]
     swaps = [swap for swap in journal.swaps if swap["t"] > first_s and swap["stage_s"]] or journal.swaps
@@ -341,7 +208,7 @@ def _sync(journal: _Journal, steps: list[dict[str, Any]]) -> SyncWorld:
     )
 
 
-def _admit_s(rollouts: _Rollouts) -> float:
+def _admit_s(rollouts: RunRollouts) -> float:
     """Return the mean seconds between the beginnings of two groups that were sent one right after the other."""
     began: dict[int, float] = {}
     for t, group in sorted(itertools.chain.from_iterable(rollouts.issued.values())):
@@ -350,7 +217,7 @@ def _admit_s(rollouts: _Rollouts) -> float:
     return statistics.fmean(between) if between else 0.0
 
 
-def _scoring(journal: _Journal, rollouts: _Rollouts) -> ScoringWorld:
+def _scoring(journal: RunJournal, rollouts: RunRollouts) -> ScoringWorld:
     scorer, prm = journal.scorer or {}, journal.prm or {}
     mean_s = scorer["busy_s"] / scorer["num_scored"] if scorer.get("num_scored") else 0.0
     score_s = recorded(journal.calls_s) if len(journal.calls_s) >= 20 else fixed(mean_s)
@@ -375,7 +242,7 @@ def _prompt_tokens(steps: list[dict[str, Any]]) -> float:
     return max(1.0, others / max(1, sum(step["num_samples"] for step in steps)))
 
 
-def _rewards(rollouts: _Rollouts) -> tuple[float, float]:
+def _rewards(rollouts: RunRollouts) -> tuple[float, float]:
     """Return the mean reward, between 0 and 1, and the spread of a Beta distribution with the variance that groups' means have."""
     by_group = _by_group(rollouts.rewards)
     values = np.clip(list(rollouts.rewards.values()) or [0.5], 0.0, 1.0)

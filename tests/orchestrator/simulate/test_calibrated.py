@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import _admit_s, _num_computed, _read_ledger, _Rollouts, world_of_run
+from orchestrator.simulate.calibrated import _admit_s, _num_computed, world_of_run
+from orchestrator.simulate.recorded import RunRollouts, read_ledger
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.world import World
 from pipelinerl.errors import DataError
@@ -133,13 +134,13 @@ def test_groups_sent_in_one_burst_tell_what_a_group_takes(tmp_path: Path):
         for name in ledger.admit(group_id, prompt, group_size=2, position=(0, group_id), now_s=now_s):
             ledger.issue(name, attempt=0, engine_id=group_id % 2, version=0, now_s=now_s)
     ledger.close()
-    assert _admit_s(_read_ledger(tmp_path)) == pytest.approx((0.001 + 0.003 + 0.002) / 3)
+    assert _admit_s(read_ledger(tmp_path)) == pytest.approx((0.001 + 0.003 + 0.002) / 3)
 
 
 def test_a_shared_prompt_counts_once_for_each_row_that_siblings_are_in():
     """Two groups of eight in two rows: one group is cut, so three prompts of 7 tokens are computed."""
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": []}
-    rollouts = _Rollouts(**empty, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
+    rollouts = RunRollouts(**empty, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
     step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7}
     assert _num_computed(step, rollouts) == pytest.approx(1000 + 3 * 7)
 

@@ -1,0 +1,145 @@
+"""What the journals and the ledger of a run hold that a world is fitted to (`calibrated`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import DataError
+from pipelinerl.observe.lines import read_journals, read_spans
+
+_WORKING = ("forward_backward", "optimizer")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RunJournal:
+    """What the journals hold that a fit reads."""
+
+    loads: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Reports of each engine's own journal, in order."""
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    swaps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    scorer: dict[str, Any] | None = None
+    """The last report of the reward scorer."""
+    prm: dict[str, Any] | None = None
+    work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """(start, end) of the trainer's work."""
+    passes: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    """(start, end) of each engine's passes without a break."""
+    calls_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of single reward calls."""
+    replies_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of single replies of the environment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRollouts:
+    """What the ledger tells of rollouts."""
+
+    lengths: dict[str, int]
+    """Tokens of each that ended by itself or at its limit, by name."""
+    rewards: dict[str, float]
+    issued: dict[int, list[tuple[float, int]]]
+    """(Unix seconds, group) of what each engine was asked for."""
+    rows: dict[int, int]
+    """Rows of each step."""
+    waits_s: list[float]
+    """From a completion until its score is booked."""
+    group_size: int
+    num_scored: int
+    num_failed: int
+    num_hopeless: int
+    turns: list[float]
+
+
+def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
+    """Read the journals of a run, as they were at `until_s` (Unix seconds)."""
+    found = RunJournal()
+    for line in read_journals(run_folder):
+        if line["t"] > until_s:
+            continue
+        process = str(line.get("process", ""))
+        match line["kind"]:
+            case "load" if process.startswith("engine-") and "num_steps" in line:
+                found.loads.setdefault(int(line["engine_id"]), []).append(line)
+            case "load" if "num_scored" in line and "functions" in line:
+                found.scorer = line
+            case "load" if "num_trace_tokens" in line:
+                found.prm = line
+            case "step":
+                found.steps.append(line)
+            case "swap":
+                found.swaps.append(line)
+            case _:
+                pass
+    for span in read_spans(run_folder):
+        if span.end > until_s:
+            continue
+        if span.lane.startswith("trainer-0") and span.name in _WORKING:
+            found.work.append((span.start, span.end))
+        elif span.name == "forward":
+            found.passes.setdefault(int(span.lane.partition("-")[2]), []).append((span.start, span.end))
+        elif span.name == "score" and span.count == 1:
+            (found.replies_s if "/reply/" in span.lane else found.calls_s).append(span.end - span.start)
+    return found
+
+
+def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
+    """Read the ledger of a run, as it was at `until_s`. Raises `DataError` where there is none."""
+    path = run_folder / "ledger.sqlite"
+    if not path.is_file():
+        raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        began_s, unix_s = database.execute(
+            "SELECT t, json_extract(data, '$.unix_s') FROM events WHERE kind = 'began' ORDER BY seq"
+        ).fetchone()
+        events = database.execute(
+            "SELECT kind, t, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
+            " ('issued', 'generated', 'scored', 'closed', 'early_stop', 'observed') ORDER BY seq"
+        ).fetchall()
+    lengths: dict[str, int] = {}
+    rewards: dict[str, float] = {}
+    issued: dict[int, list[tuple[float, int]]] = {}
+    rows: dict[int, int] = {}
+    ended: dict[str, float] = {}
+    turns: dict[str, int] = {}
+    waits_s: list[float] = []
+    counts = {"scored": 0, "failed": 0, "early_stop": 0}
+    for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
+        if t - began_s + unix_s > until_s:
+            continue
+        match kind:
+            case "issued":
+                issued.setdefault(int(peer.partition("-")[2]), []).append((t - began_s + unix_s, int(name.partition("/")[0])))
+            case "generated":
+                ended[name] = t
+                if reason in ("stop", "length") and num_tokens:
+                    lengths[name] = num_tokens
+            case "scored":
+                counts["scored"] += 1
+                counts["failed"] += reward is None and not reason.startswith("stopped")
+                if reward is not None:
+                    rewards[name] = reward
+                waits_s.append(t - ended.get(name, t))
+            case "closed":
+                rows[step] = num_rows
+            case "observed":
+                turns[name] = turns.get(name, 1) + (reason == "ok")
+            case _:
+                counts["early_stop"] += 1
+    return RunRollouts(
+        lengths=lengths,
+        rewards=rewards,
+        issued=issued,
+        rows=rows,
+        waits_s=waits_s,
+        group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
+        num_scored=counts["scored"],
+        num_failed=counts["failed"],
+        num_hopeless=counts["early_stop"],
+        turns=[float(turns.get(name, 1)) for name in lengths] if turns else [],
+    )
