@@ -15,6 +15,7 @@ from typing import Any
 
 from pipelinerl.config import DataSection
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.import_cache import remember_transformers
 
 _NO_ROW: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -27,6 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not folder.is_dir():
         raise ConfigError(f"model.path: no folder at {folder} (looked from {Path.cwd()}); name a Hugging Face model folder")
+    remember_transformers()
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast as TokenizerClass
     else:

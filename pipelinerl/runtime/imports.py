@@ -1,11 +1,13 @@
 """Imports of large packages. Python's garbage collector walks over all that they make, again and again, and finds nothing: a quarter of
-the time that importing vLLM takes, a sixth of that of torch and transformers."""
+the time that importing vLLM takes, a sixth of that of torch and transformers. What transformers looks for is remembered: `import_cache`."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator
+
+from pipelinerl.runtime.import_cache import remember_transformers
 
 
 @contextlib.contextmanager
@@ -14,6 +16,7 @@ def of_large_packages() -> Iterator[None]:
 
     Later collections are shorter for it, and forks go on sharing the memory.
     """
+    remember_transformers()
     gc.disable()
     try:
         yield
