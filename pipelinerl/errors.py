@@ -17,6 +17,7 @@ PipelineError
     WeightsError         a published policy does not fit: names, shapes, dtypes, digest, base version
         NoRoom           a policy cannot be put where engines fetch it; they serve on with the one before
     EngineError          the inference engine refused a request or failed in a forward pass
+        VersionNotHeld   the request names a version that the engine does not hold
     MismatchError        engine and trainer disagree about log-probabilities of the same weights
     Stalled              the watchdog saw no progress within its limit
 
@@ -94,6 +95,10 @@ class NoRoom(WeightsError):
 
 class EngineError(PipelineError):
     """The inference engine refused a request or failed in a forward pass."""
+
+
+class VersionNotHeld(EngineError):
+    """A request names a version that the engine does not hold, or not any more."""
 
 
 class MismatchError(PipelineError):

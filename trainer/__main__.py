@@ -36,6 +36,11 @@ def main() -> None:
         if "RANK" not in os.environ:  # else who started the ranks has said it
             deadline_s = config.trainer.ready_deadline_s
             os.environ |= nccl_settings(config.weights, run_folder, "trainer", deadline_s=deadline_s, environment=os.environ)
+        if config.tinker is not None:
+            from trainer.serving.loop import serve
+
+            serve(config, run_folder, fence=fence_of(run_folder, os.environ))
+            return
         from trainer.loop import train
 
         train(config, run_folder, fence=fence_of(run_folder, os.environ))

@@ -86,6 +86,19 @@ def build_sft(config: Config, *, replicas: Replicas) -> Trained:
     )
 
 
+def build_served(config: Config, *, replicas: Replicas) -> Trained:
+    """Load the model that clients outside of this program train; each of their steps brings its own settings. Raises `ConfigError`."""
+    return _trained(
+        config,
+        config.model.path,
+        replicas=replicas,
+        section=config.trainer,
+        learning_rate=config.learning_rate,
+        temperature=1.0,
+        adapters=adapters_of(config),
+    )
+
+
 def divergence_mix(method: Method) -> float | None:
     """Give the mixture by which the policy is compared with its teacher's whole distributions; None where it is not."""
     return next((float(rule.options["mix"] or 0.0) for _, rule, spec in specs_of(method) if Need.DIVERGENCE in spec.needs), None)

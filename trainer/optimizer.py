@@ -43,6 +43,18 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSettings:
+    """The settings of one step, where a schedule does not give them."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """Of matrices alone."""
+    max_grad_norm: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """The numbers of one optimizer step."""
 
@@ -130,6 +142,14 @@ class Optimizer:
         self.drop()
         return Update(grad_norm=norm, learning_rate=learning_rate)
 
+    def use(self, settings: AdamSettings) -> None:
+        """Have the steps from now on follow these settings, in place of those that it was made with."""
+        self._schedule = Schedule(learning_rate=settings.learning_rate, num_steps=1)
+        self._max_grad_norm = settings.max_grad_norm
+        for group in self._adamw.param_groups:
+            decay = settings.weight_decay if group["params"][0].ndim >= 2 else 0.0
+            group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
     def state(self) -> list[dict[str, torch.Tensor]]:
         """For every parameter, in the order in which they were given, the tensors in use, for a checkpoint to save and to load into.
 
@@ -146,6 +166,12 @@ class Optimizer:
         with torch.no_grad():
             for piece, master in self._rounded:
                 piece.copy_(master)
+
+    def take_weights(self) -> None:
+        """Have those that take the updates be the weights as they are, where another has written the latter."""
+        with torch.no_grad():
+            for piece, master in self._rounded:
+                master.copy_(piece)
 
     def collect(self) -> None:
         """Add up gradients that came another way than autograd's adding in place, which a pipeline over sharded weights takes from them."""

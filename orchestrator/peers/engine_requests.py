@@ -74,7 +74,8 @@ class EngineRequests:
             self._fenced[engine_id].add(*keys_of(request))  # it may come through all the same
             lost(engine_id)
             return
-        self._await(engine, request, oldest=engine.version, sink=sink, lost=lost, refused=refused)
+        oldest = engine.version if request.version is None else request.version
+        self._await(engine, request, oldest=oldest, sink=sink, lost=lost, refused=refused)
 
     def reattach(
         self,

@@ -39,6 +39,7 @@ from pipelinerl.config.sections import SlurmSection as SlurmSection
 from pipelinerl.config.sections import TrackingSection as TrackingSection
 from pipelinerl.config.sections import TrainerSection as TrainerSection
 from pipelinerl.config.sections import WeightsSection as WeightsSection
+from pipelinerl.config.tinker import TinkerSection as TinkerSection
 from pipelinerl.config.validation import problems_between_sections
 
 
@@ -54,6 +55,7 @@ class Config(Section):
     reward: tuple[RewardSection, ...] = ()
     environment: EnvironmentSection = EnvironmentSection()  # pyright: ignore[reportCallIssue]
     gateway: GatewaySection | None = None
+    tinker: TinkerSection | None = None
     prm: PrmSection = PrmSection()  # pyright: ignore[reportCallIssue]
     algorithm: AlgorithmSection = AlgorithmSection()  # pyright: ignore[reportCallIssue]
     batch: BatchSection = BatchSection()  # pyright: ignore[reportCallIssue]

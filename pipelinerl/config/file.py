@@ -109,6 +109,8 @@ def parse(tree: dict[str, Any], *, origin: str, for_run: bool = True) -> Config:
 
 def _missing_for_run(tree: dict[str, Any]) -> Iterator[str]:
     """Yield a problem for each setting that RL needs and other commands do not."""
+    if "tinker" in tree:
+        yield "section tinker is of `pipelinerl serve`, whose clients bring prompts and rewards. Start it with that, or leave it out"
     data = tree.get("data", {})
     if isinstance(data, dict) and data.get("source") is None:
         yield f"data.source is missing: {known_keys()['data.source']}"

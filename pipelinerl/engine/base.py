@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Protocol
 
-from pipelinerl.messages import Finish, Generate, Routes, StageWeights, Tensor
+from pipelinerl.messages import Finish, Float32, Generate, Routes, StageWeights, Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Chunk:
     """The policy that sampled these tokens, where an engine serves several side by side; None: the one it committed last."""
     routes: Routes | None = None
     """Routes of every token but the last; None before the finish, and where experts are not recorded."""
+    prompt_logprobs: Float32 | None = None
+    """As in `Completion`, in the chunk that begins the completion, where the request asks for them."""
 
 
 class Engine(Protocol):
@@ -56,7 +58,9 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
-        """Take a request; its prefix is cached under this version alone. Raises `EngineError` where it cannot be served."""
+        """Take a request; its prefix is cached under this version alone. Raises `EngineError` where it cannot be served, and
+        `VersionNotHeld` where it names a version that is not here.
+        """
         ...
 
     def cancel(self, rollout_id: str) -> None:

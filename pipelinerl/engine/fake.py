@@ -9,6 +9,8 @@ import math
 import zlib
 from collections.abc import Collection
 
+import numpy as np
+
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.errors import EngineError, WeightsError
 from pipelinerl.messages import Finish, Generate, StageWeights
@@ -62,7 +64,10 @@ class FakeEngine:
                 finish = Finish.STOP
             elif position >= min(request.sampling.max_tokens, self.limits.max_model_tokens - len(request.token_ids)):
                 finish = Finish.LENGTH
-            chunks.append(Chunk(rollout_id=rollout_id, token_ids=[token], logprobs=[-math.log(self._vocabulary)], finish=finish))
+            logprob = -math.log(self._vocabulary)
+            is_judged = position == 1 and request.sampling.has_prompt_logprobs
+            judged = np.array([math.nan] + [logprob] * (len(request.token_ids) - 1), np.float32) if is_judged else None
+            chunks.append(Chunk(rollout_id=rollout_id, token_ids=[token], logprobs=[logprob], finish=finish, prompt_logprobs=judged))
             if finish is not None:
                 self.cancel(rollout_id)
         return chunks

@@ -23,13 +23,14 @@ import numpy as np
 
 from pipelinerl.engine.base import Chunk, Engine
 from pipelinerl.engine.stop_strings import Finder, StopStrings
-from pipelinerl.errors import EngineError, PipelineError, WireError
+from pipelinerl.errors import EngineError, PipelineError, VersionNotHeld, WireError
 from pipelinerl.messages import (
     Cancel,
     Completion,
     EngineLoad,
     EngineReady,
     Finish,
+    Float32,
     Generate,
     Message,
     Reattach,
@@ -56,6 +57,7 @@ class _Running:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    prompt_logprobs: Float32 | None = None
     kv_versions_sum: int
     """Sum of the versions of its KV cache's tokens, each the one that sampled it; the prompt's count under that of the prefill."""
     recomputed: list[int] = dataclasses.field(default_factory=list)
@@ -237,6 +239,8 @@ class EngineLoop:
             if request.sampling.stop and self._finder is None:
                 raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
             self._engine.submit(request, version=self.version, rollback_epoch=self.rollback_epoch)
+        except VersionNotHeld:
+            self._finish(request.rollout_id, Finish.NOT_HELD)
         except EngineError as error:
             self._finish(request.rollout_id, Finish.ERROR, error=str(error))
 
@@ -249,6 +253,7 @@ class EngineLoop:
             self._finish(chunk.rollout_id, Finish.CANCELLED)
             return
         chunk = self._ended_by_text(chunk, running)
+        running.prompt_logprobs = running.prompt_logprobs if chunk.prompt_logprobs is None else chunk.prompt_logprobs
         running.token_ids += chunk.token_ids
         running.logprobs += chunk.logprobs
         version = self.version if chunk.version is None else chunk.version
@@ -293,6 +298,7 @@ class EngineLoop:
                 recomputed=tuple(running.recomputed),
                 started_at=running.started_at,
                 finished_at=self._clock(),
+                prompt_logprobs=running.prompt_logprobs,
             )
         )
 

@@ -6,13 +6,10 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from pipelinerl.config import Config, GatewaySection
@@ -23,7 +20,7 @@ from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.episodes import Episodes
 from pipelinerl.gateway.http import Gateway
-from pipelinerl.gateway.limits import Protocol
+from pipelinerl.gateway.listening import listen, remember, server_of
 from pipelinerl.gateway.orchestrator import Orchestrator
 from pipelinerl.gateway.turns import Turns
 from pipelinerl.launch.run_folder import GATEWAY_FILE
@@ -31,17 +28,6 @@ from pipelinerl.messages import ToGateway
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.base import Link
 from pipelinerl.transport.zmq import ZmqLink
-
-KEEP_ALIVE_S = 75
-"""Longest time that a connection may be idle between two requests."""
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to the process: the launcher ends it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def main() -> None:
@@ -53,7 +39,7 @@ def main() -> None:
         config = load_run(run_folder)
         if config.gateway is None:
             raise ConfigError(f"{run_folder / 'config.json'} has no section gateway: there is nothing to serve")
-        listener, address, token = listen(config.gateway, run_folder)
+        listener, address, token = open_listener(config.gateway, run_folder)
         with (
             contextlib.closing(ZmqLink(run_folder, "gateway", 0, accepts=ToGateway)) as link,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -61,26 +47,13 @@ def main() -> None:
             runner.run(serve(config, link=link, listener=listener, address=address, token=token))
 
 
-def listen(section: GatewaySection, run_folder: Path) -> tuple[socket.socket, str, str]:
+def open_listener(section: GatewaySection, run_folder: Path) -> tuple[socket.socket, str, str]:
     """Return the listening socket, its URL and the run's token; those of the gateway before, if there was one and its port is free."""
     path = run_folder / GATEWAY_FILE
     before = json.loads(path.read_text()) if path.exists() else {}
     token = before.get("token") or secrets.token_urlsafe(24)
-    family = socket.AF_INET6 if ":" in section.interface else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((section.interface, section.port or before.get("port", 0)))
-    except OSError as error:
-        port = section.port or before.get("port", 0)
-        where = f"{section.interface}, port {port}"
-        raise ConfigError(f"gateway: cannot listen on {where}: {error.strerror or error}. gateway.port = 0 takes a free one") from None
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if family == socket.AF_INET6 else f"http://{host}:{port}"
-    draft = run_folder / f".{GATEWAY_FILE}.{os.getpid()}"
-    with open(draft, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump({"address": address, "port": port, "token": token}, file)
-    draft.replace(path)
+    listener, address = listen(section.interface, section.port or before.get("port", 0), section="gateway")
+    remember(path, {"address": address, "port": listener.getsockname()[1], "token": token})
     return listener, address, token
 
 
@@ -107,21 +80,7 @@ async def serve(config: Config, *, link: Link, listener: socket.socket, address:
         model=config.model.path.name,
         max_tokens=config.rollout.max_tokens,
     )
-    server = Server(
-        uvicorn.Config(
-            gateway.app(),
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,
-            limit_concurrency=64 + 4 * section.max_episodes,
-        )
-    )
+    server = server_of(gateway.app(), max_connections=64 + 4 * section.max_episodes)
     print(f"listening at {address}", flush=True)
     async with asyncio.TaskGroup() as group:
         connection = group.create_task(orchestrator.run())

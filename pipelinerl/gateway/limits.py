@@ -77,20 +77,26 @@ class SendDeadline:
         await self._app(scope, receive, send_soon)
 
 
-async def read_json(request: Request, *, max_bytes: int) -> dict[str, Any]:
-    """Read a request's body, an object; an empty body is an empty one. Raises `RequestRefused`."""
+async def read_body(request: Request, *, max_bytes: int, key: str = "gateway.max_body_bytes") -> bytes:
+    """Read a request's body; `key` is the setting that bounds it. Raises `RequestRefused`."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    words = f"the body has more than {max_bytes} bytes (gateway.max_body_bytes)"
+                    words = f"the body has more than {max_bytes} bytes ({key})"
                     raise RequestRefused(413, words, code="body_too_large")
     except TimeoutError:
         raise RequestRefused(408, f"the body did not come within {BODY_S:g} s", code="slow_client") from None
+    return bytes(body)
+
+
+async def read_json(request: Request, *, max_bytes: int, key: str = "gateway.max_body_bytes") -> dict[str, Any]:
+    """Read a request's body, an object; an empty body is an empty one. Raises as `read_body`."""
+    body = await read_body(request, max_bytes=max_bytes, key=key)
     try:
-        said = msgspec.json.decode(bytes(body)) if body else {}
+        said = msgspec.json.decode(body) if body else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise wrong(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(said, dict):

@@ -67,7 +67,8 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
     if has_model and config.engine.kind == "vllm":
         looks += [_memory(config, runs_here=runs_here)]
-    looks += [look_apart(config, module="orchestrator.preflight", imports="rewards, environment and data.source")]
+    if config.tinker is None:  # else prompts and rewards are the clients' own
+        looks += [look_apart(config, module="orchestrator.preflight", imports="rewards, environment and data.source")]
     if config.sft_stream.coef and has_model:
         looks += [look_apart(config, module="trainer.preflight", imports="sft_stream.source")]
     return collect(*looks)
@@ -108,10 +109,18 @@ def _raised_by(check: Callable[[], None]) -> Iterator[Finding]:
 
 
 def _gateway_packages(config: Config) -> None:
-    """Raise `ConfigError` where the gateway's process could not import what it serves HTTP with."""
-    missing = [name for name in ("starlette", "uvicorn", "httptools", "uvloop") if importlib.util.find_spec(name) is None]
-    if config.gateway is not None and missing:
-        raise ConfigError(f"gateway: {', '.join(missing)} is not installed. pip install 'pipelinerl[gateway]'")
+    """Raise `ConfigError` where the process that serves HTTP could not import what it does that with."""
+    needed = ("starlette", "uvicorn", "httptools", "uvloop", *(["google.protobuf"] if config.tinker is not None else []))
+    section = "gateway" if config.gateway is not None else "tinker" if config.tinker is not None else None
+    if section and (missing := [name for name in needed if not _is_installed(name)]):
+        raise ConfigError(f"{section}: {', '.join(missing)} is not installed. pip install 'pipelinerl[gateway]'")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def _model(config: Config) -> Iterator[Finding]:

@@ -33,8 +33,9 @@ class Role:
 def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine_nodes: int = 1) -> tuple[Role, ...]:
     """The processes of a run, as command lines; the orchestrator first. Over several nodes, engines and trainer are one process on each."""
     python, run = sys.executable, ("--run-folder", str(run_folder))
+    is_served = config.tinker is not None
     return (
-        Role(name="orchestrator", command=(python, "-m", "orchestrator", *run)),
+        Role(name="orchestrator", command=(python, "-m", "orchestrator.serving" if is_served else "orchestrator", *run)),
         *(
             Role(
                 name=name,
@@ -44,7 +45,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             )
             for name, part in _parts("engines", engine_nodes)
         ),
-        Role(name="scorer-0", command=(python, "-m", "pipelinerl.rewards", *run, "--index", "0"), has_nothing_to_save=True),
+        *([] if is_served else [_scorer_role(run)]),
         *([_prm_role(run)] if config.prm.is_used else []),
         *([Role(name="gateway-0", command=(python, "-m", "pipelinerl.gateway", *run), has_nothing_to_save=True)] if config.gateway else []),
         *(
@@ -53,6 +54,11 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for program in [_trainer(config, part)]
         ),
     )
+
+
+def _scorer_role(run: tuple[str, str]) -> Role:
+    command = (sys.executable, "-m", "pipelinerl.rewards", *run, "--index", "0")
+    return Role(name="scorer-0", command=command, has_nothing_to_save=True)
 
 
 def _prm_role(run: tuple[str, str]) -> Role:
@@ -73,7 +79,7 @@ def _trainer(config: Config, part: tuple[str, ...]) -> str:
 
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
-    num_scorers = 1 + config.prm.is_used
+    num_scorers = 0 if config.tinker is not None else 1 + config.prm.is_used
     counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
     counts["gateway"] = int(config.gateway is not None)
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))

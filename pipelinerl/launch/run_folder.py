@@ -14,6 +14,9 @@ from pipelinerl.transport.keys import make_keys
 GATEWAY_FILE = "gateway.json"
 """In the run folder, for its owner only: where the gateway listens, and the token of the run; both stay when it starts again."""
 
+TINKER_FILE = "tinker.json"
+"""The same, of a server of training loops, with the key that clients need."""
+
 
 def make_run_folder(config: Config) -> Path:
     """Make `<run.folder>/<run.name>-<time>`, with the resolved config and fresh keys in it, readable by its owner only.

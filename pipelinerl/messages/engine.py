@@ -25,6 +25,8 @@ class Finish(enum.StrEnum):
     """The orchestrator asked for it."""
     ERROR = "error"
     """The engine refused the request or failed, and `Completion.error` says why; or the environment of the episode failed."""
+    NOT_HELD = "not held"
+    """The request names a version that the engine does not hold, or not any more; nothing was sampled."""
 
 
 class Sampling(Message, frozen=True):
@@ -42,6 +44,10 @@ class Sampling(Message, frozen=True):
     """Texts that end a completion: it ends with the token that completes one of them, and the text stays in it."""
     seed: int | None = None
     """None means that the engine's own generator is used."""
+    ignores_ends: bool = False
+    """True samples through the end-of-sequence tokens: only `stop_token_ids` and `stop` end the completion."""
+    has_prompt_logprobs: bool = False
+    """True asks for the log-probabilities of the prompt's own tokens, too."""
 
 
 class Generate(Message, frozen=True):
@@ -57,6 +63,8 @@ class Generate(Message, frozen=True):
     """Number of turns of the episode before this one; late answers to those are dropped, too."""
     chunk_tokens: int = 0
     """Tokens between two `Tokens` messages about the sequence while it is being written; 0 means that only its `Completion` is sent."""
+    version: int | None = None
+    """The version to sample under, of those that an engine serves side by side; None means the one it committed last."""
 
 
 class Tokens(Message, frozen=True):
@@ -130,6 +138,9 @@ class Completion(Message, frozen=True):
     """Time at which the engine took the request, in Unix seconds."""
     finished_at: float = 0.0
     """Time at which the engine sampled the last token, in Unix seconds."""
+    prompt_logprobs: Float32 | None = None
+    """[P] float32, natural log of each token of the prompt at temperature 1, NaN for the first; None where nobody asked, or nothing was
+    sampled."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):

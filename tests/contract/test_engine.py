@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.engine.base import Chunk, Engine
 from pipelinerl.engine.fake import FakeEngine
-from pipelinerl.errors import EngineError, WeightsError
+from pipelinerl.errors import EngineError, VersionNotHeld, WeightsError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ CONTEXT = 64
 """Longest prompt plus completion of the engines under test."""
 FORCED = 77
 """Token that the policies published here force."""
+END = 2
+"""The models' end of a sequence."""
 
 
 class Bench(Protocol):
@@ -167,8 +170,9 @@ def request(
     max_tokens: int = 8,
     temperature: float = 0.0,
     stop: tuple[int, ...] = (),
+    **options: bool,
 ) -> Generate:
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, **options)
     return Generate(rollout_id=rollout_id, attempt=0, token_ids=np.array(prompt, np.int32), sampling=sampling)
 
 
@@ -177,6 +181,7 @@ class Reply:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finishes: list[Finish] = dataclasses.field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
 
 
 def note(chunks: list[Chunk], replies: dict[str, Reply]) -> None:
@@ -186,6 +191,9 @@ def note(chunks: list[Chunk], replies: dict[str, Reply]) -> None:
         assert not reply.finishes, f"{chunk.rollout_id} was finished before"
         reply.token_ids += chunk.token_ids
         reply.logprobs += chunk.logprobs
+        if chunk.prompt_logprobs is not None:
+            assert reply.prompt_logprobs is None, f"{chunk.rollout_id}: the prompt was judged before"
+            reply.prompt_logprobs = chunk.prompt_logprobs
         if chunk.finish is not None:
             reply.finishes.append(chunk.finish)
 
@@ -433,3 +441,36 @@ def test_a_recomputed_sequence_goes_on_as_if_the_new_policy_had_read_all_of_it(b
     assert (len(before) + len(after), len(replies["b"].token_ids)) == (16, 16), "nothing was aborted, and nothing came twice"
     fresh = serve(bench.engine, request("c", prompt=prompt + before, max_tokens=16 - len(before)))["c"].token_ids
     assert (after == fresh) is recomputes
+
+
+def test_a_prompt_has_the_log_probabilities_that_its_tokens_were_sampled_with(bench: Bench):
+    prompt = [5, 6, 7]
+    said = serve(bench.engine, request("a", prompt=prompt, temperature=1.0))["a"]
+    assert said.prompt_logprobs is None, "nobody asked"
+    asked = request("b", prompt=[*prompt, *said.token_ids], max_tokens=1, has_prompt_logprobs=True)
+    judged = serve(bench.engine, asked)["b"].prompt_logprobs
+    assert judged is not None
+    assert np.isnan(judged).tolist() == [True] + [False] * (len(prompt) + len(said.token_ids) - 1)
+    np.testing.assert_allclose(judged[len(prompt) :], said.logprobs, atol=2e-2)
+
+
+def test_an_end_ends_a_completion_unless_the_request_ignores_ends(bench: Bench):
+    if not isinstance(bench, VllmBench):
+        pytest.skip("the stand-in has no model, and so no ends")
+    bench.engine.stage(bench.publish_weights(bench.forcing(END)))
+    bench.engine.commit()
+    replies = serve(bench.engine, request("a"), request("b", ignores_ends=True))
+    assert (replies["a"].token_ids, replies["a"].finishes) == ([END], [Finish.STOP])
+    assert (replies["b"].token_ids, replies["b"].finishes) == ([END] * 8, [Finish.LENGTH])
+
+
+def test_a_version_that_is_not_held_is_refused_and_one_that_is_serves(bench: Bench):
+    if not isinstance(bench, AdapterBench):
+        pytest.skip("whole policies are served one at a time")
+    order = bench.publish()
+    bench.engine.stage(order)
+    bench.engine.commit()
+    with pytest.raises(VersionNotHeld, match="version 99 is not here"):
+        bench.engine.submit(msgspec.structs.replace(request("a"), version=99), version=order.version)
+    said = serve(bench.engine, msgspec.structs.replace(request("a"), version=order.version))
+    assert set(said["a"].token_ids) == {FORCED}

@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.engine.base import Chunk
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
-from pipelinerl.errors import EngineError, WeightsError
+from pipelinerl.errors import EngineError, VersionNotHeld, WeightsError
 from pipelinerl.messages import (
     Cancel,
     Completion,
@@ -608,3 +608,16 @@ def test_times_of_a_completion_are_those_of_its_first_and_last_moment():
     bench.clock.now_s = 107.0
     (completion,) = completions(bench.advance(2))
     assert (completion.started_at, completion.finished_at) == (100.0, 107.0)
+
+
+def test_a_version_that_the_engine_does_not_hold_is_an_answer_of_its_own():
+    class Holding(FakeEngine):
+        def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
+            raise VersionNotHeld("not here")
+
+    engine = Holding(max_model_tokens=64, max_running=4)
+    loop = EngineLoop(engine, engine_id=0, stager=Stager(engine))
+    loop.handle(Generate(rollout_id="a", attempt=0, token_ids=PROMPT, sampling=Sampling(max_tokens=2), version=3))
+    (completion,) = loop.outbox
+    assert isinstance(completion, Completion)
+    assert (completion.finish, completion.error) == (Finish.NOT_HELD, "")

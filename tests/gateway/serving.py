@@ -30,10 +30,10 @@ from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.engine.base import Chunk, Limits
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.stop_strings import StopStrings
-from pipelinerl.gateway.__main__ import Server
 from pipelinerl.gateway.episodes import Episodes
 from pipelinerl.gateway.http import Gateway
 from pipelinerl.gateway.limits import Protocol
+from pipelinerl.gateway.listening import Server
 from pipelinerl.gateway.orchestrator import Orchestrator
 from pipelinerl.gateway.turns import Turns
 from pipelinerl.messages import (

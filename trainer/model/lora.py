@@ -38,8 +38,7 @@ class LoraLinear(torch.nn.Linear):
     def __init__(self, base: torch.nn.Linear, *, rank: int, alpha: float, generator: torch.Generator, dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        bound = 1 / math.sqrt(base.in_features)
-        start = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
+        start = _drawn(rank, base.in_features, generator=generator)
         self.lora_A = torch.nn.Parameter(start.to(device=base.weight.device, dtype=dtype))
         self.lora_B = torch.nn.Parameter(base.weight.new_zeros(base.out_features, rank, dtype=dtype))
         self.scale = alpha / rank
@@ -74,6 +73,15 @@ def add_adapters(module: torch.nn.Module, adapters: Adapters, *, dtype: torch.dt
         setattr(parent, _last(name), layer)
 
 
+def draw_adapters(module: torch.nn.Module, *, seed: int) -> None:
+    """Have all adapters begin anew, as `add_adapters` lets them begin with this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted(module).values():
+            layer.lora_A.copy_(_drawn(*layer.lora_A.shape, generator=generator))
+            layer.lora_B.zero_()
+
+
 def adapted(module: torch.nn.Module) -> dict[str, LoraLinear]:
     """The layers with an adapter, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear)}
@@ -95,6 +103,12 @@ def switched_off(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
+
+
+def _drawn(rank: int, in_features: int, *, generator: torch.Generator) -> torch.Tensor:
+    """[rank, in] float32, uniform, as `torch.nn.Linear` begins."""
+    bound = 1 / math.sqrt(in_features)
+    return torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
 
 
 def _last(name: str) -> str:

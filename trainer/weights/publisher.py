@@ -82,6 +82,11 @@ class Publisher:
         self._changed = threading.Condition()
         """Guards `_pool`, `_held` and `_has_given_up`."""
 
+    @property
+    def newest(self) -> int:
+        """The version published last in this rollback epoch; 0 before the first."""
+        return self._newest or 0
+
     def publish(self, version: int) -> PolicyPublished | None:
         """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
 

@@ -138,6 +138,8 @@ def _finish(said: Completion, asked: AnswerBounds) -> Violation | None:
             wrong = f"only {num} of {sampling.max_tokens} tokens, and the context is not full"
         case Finish.CANCELLED if not asked.may_be_cancelled:
             wrong = "nobody asked it to"
+        case Finish.NOT_HELD if asked.request.version is None or num:
+            wrong = f"with {num} tokens, and the request names version {asked.request.version}"
         case _ if said.error and said.finish is not Finish.ERROR:
             wrong = "with words of an error"
         case _:
@@ -150,6 +152,10 @@ def _rest(said: Completion, asked: AnswerBounds) -> Violation | None:
         num = len(said.recomputed)
         wrong = f"its KV cache was computed anew {num} times, expected at most {asked.max_swaps}, once for each version since"
         return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
+    num_judged = None if said.prompt_logprobs is None else len(said.prompt_logprobs)
+    if num_judged is not None and (num_judged != asked.num_prompt or not asked.request.sampling.has_prompt_logprobs):
+        wrong = f"log-probabilities of {num_judged} tokens of its prompt, expected {asked.num_prompt}, where they are asked for"
+        return Violation(kind=Kind.LOGPROBS, words=f"{_about(said)}: {wrong}")
     if not (math.isfinite(said.started_at) and math.isfinite(said.finished_at)):
         wrong = f"times {said.started_at} and {said.finished_at}, expected finite ones"
         return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")

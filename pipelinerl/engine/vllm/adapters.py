@@ -21,6 +21,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
+from pipelinerl.errors import VersionNotHeld
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, views
@@ -75,9 +76,12 @@ class Adapters:
         self._served: dict[str, int] = {}
         """Place by rollout."""
 
-    def request_for(self, rollout_id: str, *, rollback_epoch: int) -> LoRARequest:
-        """The adapter under which vLLM serves a new request: the newest."""
-        place = next(reversed(self._versions))
+    def request_for(self, rollout_id: str, *, rollback_epoch: int, version: int | None = None) -> LoRARequest:
+        """The adapter under which vLLM serves a new request: the newest, or that of a version. Raises `VersionNotHeld`."""
+        places = [place for place, held in self._versions.items() if version in (None, held)]
+        if not places:
+            raise VersionNotHeld(f"the adapter of version {version} is not here: {sorted(self._versions.values())} are")
+        place = places[-1]
         self._served[rollout_id] = place
         return LoRARequest(lora_name=f"v{self._versions[place]}.{rollback_epoch}", lora_int_id=place, lora_path="in memory")
 

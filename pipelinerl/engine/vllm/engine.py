@@ -25,6 +25,7 @@ import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -42,7 +43,7 @@ from pipelinerl.engine.vllm.registry import register_model
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
-from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.messages import Finish, Float32, Generate, Sampling, StageWeights, Tensor
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.machine import memory_bytes
 from pipelinerl.weights import manifest
@@ -136,7 +137,7 @@ class VllmEngine:
                 prompt,  # pyright: ignore[reportArgumentType]
                 _sampling_params(request.sampling),
                 supported_tasks=self._llm.get_supported_tasks(),
-                lora_request=self._adapters.request_for(request.rollout_id, rollback_epoch=rollback_epoch) if self._adapters else None,
+                lora_request=self._adapter_for(request, rollback_epoch=rollback_epoch) if self._adapters else None,
             )
             self._core.add_request(inputs)
         except (ValueError, TypeError, VLLMClientError) as error:  # vLLM's refusals; the engine is unharmed by them
@@ -244,6 +245,7 @@ class VllmEngine:
             finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
             version=version,
             routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
+            prompt_logprobs=None if (prompt := output.new_prompt_logprobs_tensors) is None else _with_first(prompt.logprobs[:, 0]),
         )
 
     def _make_swap(
@@ -292,6 +294,10 @@ class VllmEngine:
             return ReturnedRoutes(num_experts=num_experts)
         is_eager = self._llm.vllm_config.model_config.enforce_eager
         return RouteRecorder(self._runner, model=self.model, num_experts=num_experts, is_eager=is_eager)
+
+    def _adapter_for(self, request: Generate, *, rollback_epoch: int) -> LoRARequest:
+        assert self._adapters is not None
+        return self._adapters.request_for(request.rollout_id, rollback_epoch=rollback_epoch, version=request.version)
 
     def _forget_adapter(self, rollout_id: str) -> None:
         if self._adapters is not None:
@@ -368,6 +374,11 @@ def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection,
     return plan_on(gpus, model, engine, rollout, num_parameters=num_parameters, stages_policies=stages_policies)
 
 
+def _with_first(logprobs: torch.Tensor) -> Float32:
+    """[P] of a prompt's log-probabilities, NaN for its first token: nothing stands before it."""
+    return np.append(np.float32(np.nan), logprobs.float().numpy())
+
+
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -377,5 +388,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
         logprobs=0,
+        prompt_logprobs=0 if sampling.has_prompt_logprobs else None,
+        ignore_eos=sampling.ignores_ends,
         detokenize=False,
     )

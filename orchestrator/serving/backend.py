@@ -1,0 +1,128 @@
+"""Engines and a trainer as `pipelinerl.tinker` sees them: its `Backend`."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from orchestrator.peers.engines import Engines
+from orchestrator.rules.residency import Use
+from orchestrator.rules.validation.violations import Violation
+from orchestrator.serving.publications import Publications
+from orchestrator.serving.trainer import Trainer
+from pipelinerl.messages import (
+    CloseModel,
+    Completion,
+    Finish,
+    Generate,
+    LoadModel,
+    OpenModel,
+    OptimizerStep,
+    TrainingAnswer,
+    TrainingRequest,
+)
+from pipelinerl.tinker.backend import Publication, Refusal, Weights
+
+MAX_ATTEMPTS = 5
+"""Times that a sequence is asked for: again where its engine is lost, or holds its weights no more. More only repeats what fails."""
+_T = TypeVar("_T")
+
+
+class ServingBackend:
+    """See `pipelinerl.tinker.backend.Backend`."""
+
+    def __init__(
+        self, *, engines: Engines, trainer: Trainer, published: Publications, num_steps: collections.Counter[str], pins: bool
+    ) -> None:
+        """`num_steps` is counted here. `pins`: engines hold several versions side by side, and are told which one to sample under."""
+        self._engines = engines
+        self._trainer = trainer
+        self._published = published
+        self._num_steps = num_steps
+        self._pins = pins
+        self._tasks: set[asyncio.Future[int]] = set()
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._engines.max_model_tokens
+
+    @property
+    def publications(self) -> Mapping[int, Publication]:
+        return self._published.publications
+
+    def train(self, request: TrainingRequest | CloseModel) -> asyncio.Future[TrainingAnswer]:
+        match request:
+            case OptimizerStep():
+                self._num_steps[request.model_id] += 1
+            case OpenModel() | LoadModel() | CloseModel():
+                self._num_steps.pop(request.model_id, None)
+            case _:
+                pass
+        return self._trainer.ask(request)
+
+    def publish(self, weights: Weights) -> asyncio.Future[int]:
+        task = asyncio.ensure_future(self._published.publish(weights))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def sample(self, weights: Weights, requests: Sequence[Generate]) -> Sequence[Completion]:
+        found: dict[str, Completion] = {}
+        for attempt in range(MAX_ATTEMPTS):
+            open_requests = [request for request in requests if request.rollout_id not in found]
+            use = await self._published.begin(weights)
+            try:
+                done = await self._asked(open_requests, attempt=attempt, use=use)
+            finally:
+                self._published.end(use)
+            for completion in done:
+                if completion is not None and completion.finish is not Finish.NOT_HELD:
+                    found[completion.rollout_id] = completion
+                elif completion is not None:
+                    self._published.lost(use.version)
+            if len(found) == len(requests):
+                return [found[request.rollout_id] for request in requests]
+        raise Refusal(f"not sampled: engines were lost {MAX_ATTEMPTS} times over", is_asker_wrong=False)
+
+    async def _asked(self, requests: Sequence[Generate], *, attempt: int, use: Use[Weights]) -> list[Completion | None]:
+        """Ask engines; None for a sequence whose engine was lost. What is asked when this is cancelled is withdrawn."""
+        version = use.version if self._pins else None
+        asked = [msgspec.structs.replace(request, attempt=attempt, version=version) for request in requests]
+        try:
+            return list(await _all([self._ask(request) for request in asked]))
+        except asyncio.CancelledError:
+            for request in asked:
+                if self._engines.requests.owes(request.rollout_id, attempt):
+                    self._engines.requests.withdraw(request.rollout_id, attempt)
+            raise
+
+    async def _ask(self, request: Generate) -> Completion | None:
+        while (engine_id := self._engines.least_busy(lambda version: True)) is None:
+            await self._engines.changed.wait()
+        answer: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
+
+        def sink(completion: Completion, engine_id: int) -> None:
+            _settle(answer, completion)
+
+        def lost(engine_id: int) -> None:
+            _settle(answer, None)
+
+        def refused(engine_id: int, violation: Violation) -> None:
+            if not answer.done():
+                answer.set_exception(Refusal(f"engine-{engine_id} gave an impossible answer: {violation.words}", is_asker_wrong=False))
+
+        self._engines.requests.ask(request, engine_id, sink=sink, lost=lost, refused=refused)
+        return await answer
+
+
+async def _all(tasks: Sequence[Awaitable[_T]]) -> Sequence[_T]:
+    return await asyncio.gather(*tasks)
+
+
+def _settle(answer: asyncio.Future[Completion | None], completion: Completion | None) -> None:
+    if not answer.done():
+        answer.set_result(completion)

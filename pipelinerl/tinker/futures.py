@@ -1,0 +1,114 @@
+"""Requests under way and their answers. A request that is sent again (the same owner, the same number) is the same future.
+
+An answer stays for `KEPT_S` after it was made, so that a reply that was lost on its way can be asked for again; then its future is
+forgotten, and the client hears 410.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from typing import Any
+
+from pipelinerl.tinker.backend import Refusal
+
+KEPT_S = 900.0
+"""Longer keeps more memory; shorter forgets what a client that was away for a while has still to fetch."""
+POLL_S = 20.0
+"""Longest wait of one `retrieve_future`; the client asks again. Its own limit is 45 s."""
+
+Answer = bytes | Mapping[str, Any]
+"""Protobuf, or an object of JSON."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Future:
+    key: Hashable
+    reply: Mapping[str, Any]
+    task: asyncio.Future[Answer]
+    done_at: float | None = None
+
+
+class Futures:
+    """All futures of one server."""
+
+    def __init__(self, *, max_pending: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_repeated = 0
+        """Requests that were sent again."""
+        self.num_pending = 0
+        """Requests without an answer so far."""
+        self._max_pending = max_pending
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._futures: collections.OrderedDict[str, _Future] = collections.OrderedDict()
+        self._by_key: dict[Hashable, str] = {}
+
+    def known(self, key: Hashable) -> Mapping[str, Any] | None:
+        """Return the reply to a request that was made before; None for a new one."""
+        if (request_id := self._by_key.get(key)) is None:
+            return None
+        self.num_repeated += 1
+        return self._futures[request_id].reply
+
+    @property
+    def is_full(self) -> bool:
+        """True where no more requests are taken."""
+        self._forget()
+        return self.num_pending >= self._max_pending
+
+    def begin(self, key: Hashable, work: Awaitable[Answer], **reply: Any) -> Mapping[str, Any]:
+        """Take a request; return the reply to it."""
+        request_id = f"request-{next(self._numbers)}"
+        task = asyncio.ensure_future(work)
+        future = self._futures[request_id] = _Future(key=key, reply={"request_id": request_id, **reply}, task=task)
+        self._by_key[key] = request_id
+        self.num_pending += 1
+        task.add_done_callback(lambda _: self._done(future))
+        return future.reply
+
+    async def answer(self, request_id: str, *, wait_s: float = POLL_S) -> Answer | None:
+        """Wait for an answer; None where it is not there in time. Raises `KeyError` for a request that is not known, or not any more."""
+        task = self._futures[request_id].task
+        await asyncio.wait((task,), timeout=wait_s)
+        if not task.done():
+            return None
+        if task.cancelled():
+            return {"error": "the request was cancelled", "category": "user"}
+        match task.exception():
+            case None:
+                return task.result()
+            case Refusal() as refusal:
+                return {"error": str(refusal), "category": "user" if refusal.is_asker_wrong else "server"}
+            case error:
+                return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+
+    def cancel(self, request_id: str) -> None:
+        """Give a request up; one that is not known is ignored."""
+        if (future := self._futures.get(request_id)) is not None:
+            future.task.cancel()
+
+    def close(self) -> None:
+        """Give up all that is under way."""
+        for future in self._futures.values():
+            future.task.cancel()
+
+    def _done(self, future: _Future) -> None:
+        future.done_at = self._clock()
+        self.num_pending -= 1
+        error = None if future.task.cancelled() else future.task.exception()
+        if error is not None and not isinstance(error, Refusal):  # a bug of ours: the client hears one line of it
+            traceback.print_exception(error)
+
+    def _forget(self) -> None:
+        """Forget answers that were there for long. They are looked at in the order of the requests, which is nearly that of the answers."""
+        while self._futures:
+            request_id, oldest = next(iter(self._futures.items()))
+            if oldest.done_at is None or self._clock() - oldest.done_at < KEPT_S:
+                return
+            del self._futures[request_id]
+            del self._by_key[oldest.key]

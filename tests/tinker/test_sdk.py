@@ -1,0 +1,107 @@
+"""Tinker's own SDK, unmodified, drives a real vLLM engine and the real trainer: `pipelinerl serve`, adapters and whole weights.
+
+Skipped where the SDK is not installed. It wants an environment of its own, since it asks for other versions of what vLLM needs:
+`python -m venv runs/tinker && runs/tinker/bin/pip install tinker==0.38.0 torch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.observe.lines import read_journals
+from tests.tiny_models import make_qwen2
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "runs" / "tinker" / "bin" / "python"
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not PYTHON.exists(), reason="Tinker's SDK has no environment at runs/tinker"),
+]
+
+
+@contextlib.contextmanager
+def served(folder: Path, *overrides: str) -> Iterator[dict[str, str]]:
+    """The variables that `pipelinerl serve` prints, while it serves a tiny model."""
+    make_qwen2(folder / "model")
+    settings = folder / "serve.toml"
+    settings.write_text(f'[model]\npath = "{folder / "model"}"\ndtype = "float32"\nmax_tokens = 64\n[run]\nfolder = "{folder / "runs"}"\n')
+    command = [sys.executable, "-m", "pipelinerl", "serve", str(settings), "engine.max_running=16", *overrides]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        printed, variables = "", dict[str, str]()
+        for line in process.stdout:
+            printed += line
+            name, equals, value = line.strip().removeprefix("export ").partition("=")
+            if equals and name.startswith("TINKER_"):
+                variables[name] = value
+            if len(variables) == 2:
+                break
+        assert len(variables) == 2, printed
+        try:
+            yield variables
+        finally:
+            process.send_signal(signal.SIGINT)
+            left = time.monotonic() + 60.0
+            while process.poll() is None and time.monotonic() < left:
+                time.sleep(0.1)
+            process.kill()
+        assert process.returncode == 0, process.stdout.read()
+
+
+def drive(folder: Path, variables: dict[str, str], *, rank: int, learning_rate: float) -> dict[str, Any]:
+    command = [PYTHON, Path(__file__).with_name("sdk_client.py"), folder / "model", str(rank), str(learning_rate)]
+    environment = {**os.environ, **variables, "TINKER_TELEMETRY": "0"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-6000:]
+    line = next(line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    (run_folder,) = (path for path in (folder / "runs").iterdir() if path.name != "saved")
+    return [line for line in read_journals(run_folder) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("rank", [8, 0], ids=["adapters", "whole weights"])
+def test_the_sdk_trains_and_samples_and_every_token_is_known_again(tmp_path: Path, rank: int) -> None:
+    with served(tmp_path, f"lora.rank={rank}") as variables:
+        assert variables["TINKER_API_KEY"].startswith("tml-")
+        found = drive(tmp_path, variables, rank=rank or 32, learning_rate=0.003)
+    assert found["losses"][-1] < (0.6 if rank else 0.1) * found["losses"][0]
+    assert found["learned"] or rank, "an adapter over random weights cannot say everything"
+    for name in ("gap_at_start", "gap_after_training", "gap_of_second_to_base", "gap_of_first_again", "gap_of_restored"):
+        assert found[name] < 1e-3, name
+    assert found["base_is_as_it_was"] < 1e-3
+    assert found["stopped_at_token"] == [True, "stop"]
+    assert found["stopped_at_text"] == [True, "stop"]
+    for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+        known = found[loss]
+        assert known["sampled_tokens"] > 0
+        assert not known["unknown_tokens"]
+        assert not known["drifted_tokens"]
+        assert not known["repeated_tokens"]
+        assert known["staleness_max"] == 0
+    assert found["again"] > 0
+    assert found["custom"][1] > 0
+    for name, words in (("unknown_loss", "not published"), ("unknown_word", "the model knows 0 to"), ("no_such_state", "no saved model")):
+        category, said = found[name]
+        assert category == "user", said
+        assert words in said
+    steps = lines(tmp_path, "client_step")
+    assert len(steps) >= 45
+    assert sum(step["pipelinerl/sampled_tokens"] for step in steps) > 40

@@ -1,0 +1,1 @@
+"""The trainer of training loops outside of this program: gradients, steps and saved models as they are asked for, model by model."""
