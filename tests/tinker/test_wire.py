@@ -50,6 +50,12 @@ def test_only_what_was_sampled_or_counts_is_computed_where_the_client_says_what_
     assert data.read(said.SerializeToString()).wanted.all(), "without a word of it all may matter"
 
 
+def test_what_counts_is_computed_though_it_was_not_sampled():
+    said = wire.ForwardBackwardRequest.FromString(REQUEST)
+    said.data[0].loss_fn_inputs["advantages"].dense = np.array([2, 0, 0], np.float32).tobytes()
+    assert data.read(said.SerializeToString()).wanted.all()
+
+
 def test_sampled_sequences_are_written_as_the_sdk_reads_them():
     sequence = (wire.LENGTH, np.array([8, 9], np.int32), np.array([-0.5, -1.0], np.float32))
     assert wire.sample_response([sequence], prompt_logprobs=np.array([math.nan, -2.0], np.float32)) == SAMPLED

@@ -196,14 +196,24 @@ def test_models_that_are_trained_in_turn_know_nothing_of_each_other(tmp_path: Pa
         for number in range(3):
             for model_id in models:
                 train(served, model_id, seed=number if model_id == "b" else 50 + number)
-        if models == "ab":
-            served.passes("a", **data(60))  # a gradient that waits while the other model is looked at
     for name, parameter in together.weights("b").items():
         assert torch.equal(parameter, alone.weights("b")[name]), name
     together.ask(CloseModel(model_id="b"))
     gone = together.passes("b")
     assert isinstance(gone, RequestFailed)
     assert gone.is_asker_wrong
+
+
+def test_a_gradient_waits_for_its_step_while_another_model_is_in_use(tmp_path: Path):
+    served = Served(make_folder(tmp_path, family="qwen2"), rank=2)
+    served.open("a")
+    served.passes("a")
+    collected = served.trained.optimizer.gradient.clone()
+    assert collected.any()
+    served.open("b")
+    assert not served.trained.optimizer.gradient.any()
+    served.passes("a", is_forward_only=True)
+    assert torch.equal(served.trained.optimizer.gradient, collected)
 
 
 def test_a_seed_draws_the_adapter(tmp_path: Path):
