@@ -33,6 +33,8 @@ from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
+from orchestrator.stages.agent_turns import AgentTurns
+from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Source
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
@@ -249,6 +251,24 @@ class Parts:
         rollout, stop_token_ids = self.config.rollout, self.given.stop_token_ids
         seed = self.config.run.seed if self.config.pipeline.mode is Mode.SYNC else None
         return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=stop_token_ids, stop=rollout.stop, seed=seed)
+
+    def leasing(self) -> Leasing | None:
+        """Return the stage that lends rollouts to agents, in a run with a gateway."""
+        config, section = self.config, self.config.gateway
+        if self.gateway is None or section is None:
+            return None
+        turns = AgentTurns(
+            gateway=self.gateway,
+            engines=self.engines,
+            watch=self.watch,
+            section=section,
+            sampling=self.sampling(temperature=config.rollout.temperature),
+            max_context_tokens=min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens),
+            max_tokens=config.batch.max_tokens,
+            vocabulary=self.given.vocabulary,
+        )
+        ledger, watch = self.given.ledger, self.watch
+        return Leasing(gateway=self.gateway, engines=self.engines, turns=turns, ledger=ledger, watch=watch, section=section)
 
     def grouping(self) -> Grouping:
         """Return a collection of siblings, to which groups that were complete before do not come again."""

@@ -16,15 +16,12 @@ from collections.abc import Iterator
 
 from orchestrator.channels import make_channels
 from orchestrator.parts import Parts
-from orchestrator.peers.gateway import Gateway
 from orchestrator.recovery.open_steps import OpenSteps
 from orchestrator.rules.batch import BatchCut
-from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.generation import Generation
 from orchestrator.stages.group_rewards import GroupRewards
-from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prm import PrmScoring, early_stopping
 from orchestrator.stages.prompts import Prompts
 from orchestrator.stages.scoring import Scoring
@@ -57,10 +54,9 @@ class Pipeline:
 
     def _stages_of_rollouts(self, parts: Parts) -> Iterator[Stage | None]:
         config, past, channels, ledger = parts.config, parts.past, self.channels, parts.given.ledger
-        self.environment = (
-            None
-            if channels.turns is None
-            else EnvironmentStage(
+        self.environment = self.prm = None
+        if channels.turns is not None:
+            self.environment = EnvironmentStage(
                 turns=channels.turns,
                 scorers=parts.scorers,
                 ledger=ledger,
@@ -69,11 +65,8 @@ class Pipeline:
                 max_alive=config.environment.max_alive if config.environment.cls is not None else None,
                 credits=parts.credits,
             )
-        )
-        self.prm = (
-            None
-            if parts.prm is None
-            else PrmScoring(
+        if parts.prm is not None:
+            self.prm = PrmScoring(
                 generated=channels.generated,
                 trajectories=channels.trajectories,
                 scored=channels.scored,
@@ -87,10 +80,8 @@ class Pipeline:
                 restored=parts.restored("prm"),
                 decisions=past.early_stops,
             )
-        )
-        self.leasing = None if parts.gateway is None else self._leasing(parts, parts.gateway)
-        if self.prm is not None:
             parts.engines.requests.on_tokens(self.prm.take)
+        self.leasing = parts.leasing()
         yield Prompts(source=parts.given.source, prompts=channels.prompts)
         yield Generation(
             prompts=channels.prompts,
@@ -135,22 +126,6 @@ class Pipeline:
                 min_group_size=config.batch.min_group_size,
                 restored=parts.restored("group_rewards"),
             )
-
-    def _leasing(self, parts: Parts, gateway: Gateway) -> Leasing:
-        config, engines = parts.config, parts.engines
-        assert config.gateway is not None, "a gateway is connected only where its section is there"
-        turns = AgentTurns(
-            gateway=gateway,
-            engines=engines,
-            watch=parts.watch,
-            section=config.gateway,
-            sampling=parts.sampling(temperature=config.rollout.temperature),
-            max_context_tokens=min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens),
-            max_tokens=config.batch.max_tokens,
-            vocabulary=parts.given.vocabulary,
-        )
-        ledger, watch = parts.given.ledger, parts.watch
-        return Leasing(gateway=gateway, engines=engines, turns=turns, ledger=ledger, watch=watch, section=config.gateway)
 
     def _stages_of_steps(self, parts: Parts) -> Iterator[Stage]:
         config, given, past, channels = parts.config, parts.given, parts.past, self.channels

@@ -105,6 +105,12 @@ class Progress:
         self.pauses_s.append(committed.pause_s)
         self._num_recomputed += committed.num_recomputed_tokens
 
+    def mismatched(self, step: int, engines: Sequence[str]) -> None:
+        """Tell which engines' log-probabilities differ in a step, a sentence each."""
+        for words in engines:
+            self.journal.write("mismatch", step=step, words=words)
+            print(f"step {step}: {words}", flush=True)
+
     def trained(self, done: StepDone, *, now_s: float, engines: Sequence[str] = ()) -> None:
         """Write the line of a step that is in the policy; `engines` describes those whose log-probabilities differ."""
         step = self._steps.pop(done.step, _Step())

@@ -8,7 +8,7 @@ import numpy as np
 
 from orchestrator.rollouts.multi_turn import Episode
 from orchestrator.rollouts.trajectories import last_line
-from pipelinerl.messages import Finish, Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
+from pipelinerl.messages import EarlyStopDecision, Finish, Outcome, RequestKind, Result, Score, ScorerTask, Trajectory
 
 
 def reward_task(trajectory: Trajectory) -> ScorerTask:
@@ -77,6 +77,13 @@ def posted_score(trajectory: Trajectory) -> Score | None:
     return Score(
         rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.OK, reward=reward, components={"agent": reward}
     )
+
+
+def stopped_score(trajectory: Trajectory, decision: EarlyStopDecision | None) -> Score | None:
+    """Return the score of a trajectory that a coin has ended; None for any other."""
+    if decision is None or not decision.stops:
+        return None
+    return Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
 
 
 def unscored(trajectory: Trajectory) -> Score:

@@ -7,9 +7,9 @@ import dataclasses
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.peers.scorers import Scorers
-from orchestrator.rollouts.scorer_tasks import failed_score, posted_score, reward_task, score_of, unscored
+from orchestrator.rollouts.scorer_tasks import failed_score, posted_score, reward_task, score_of, stopped_score, unscored
 from orchestrator.rules.group_cut import GroupCut
-from pipelinerl.messages import Outcome, Score, ScoredTrajectory, Trajectory
+from pipelinerl.messages import ScoredTrajectory, Trajectory
 from pipelinerl.runtime.stage import Channel
 
 
@@ -44,9 +44,7 @@ class Scoring:
 
     async def _score(self, trajectory: Trajectory) -> None:
         decision = self.group_cut.decided(trajectory.rollout_id, trajectory.attempt) if self.group_cut is not None else None
-        score = failed_score(trajectory) or posted_score(trajectory)
-        if score is None and decision is not None and decision.stops:
-            score = Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
+        score = failed_score(trajectory) or posted_score(trajectory) or stopped_score(trajectory, decision)
         if score is None and not self.has_rewards:
             score = unscored(trajectory)
         if score is None:

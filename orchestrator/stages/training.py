@@ -176,7 +176,8 @@ class Training:
         done, violations = validate.figures(done)
         for violation in violations:
             self.trainer.refuse("trainer-0", violation)
-        engines = self._find_mismatches(done)
+        engines = [] if self.mismatch is None else self.mismatch.words(done.engines)
+        self.progress.mismatched(done.step, engines)
         now_s = asyncio.get_running_loop().time()
         if done.step < self.steps.num_booked:
             self.ledger.record("retrained", now_s=now_s, step=done.step)
@@ -189,13 +190,6 @@ class Training:
         self.steps.advance()
         self.watch.moved()
         self._on_moved()
-
-    def _find_mismatches(self, done: StepDone) -> list[str]:
-        found = [] if self.mismatch is None else self.mismatch.words(done.engines)
-        for words in found:
-            self.progress.journal.write("mismatch", step=done.step, words=words)
-            print(f"step {done.step}: {words}", flush=True)
-        return found
 
     def _on_published(self, published: PolicyPublished) -> None:
         self.last_version = published.version

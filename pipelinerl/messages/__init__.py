@@ -14,6 +14,7 @@ Each conversation has a module of its own, and `base` holds what the conversatio
 from __future__ import annotations
 
 from pipelinerl.messages.base import MAX_DEPTH as MAX_DEPTH
+from pipelinerl.messages.base import UNSAMPLED as UNSAMPLED
 from pipelinerl.messages.base import Alive as Alive
 from pipelinerl.messages.base import Failed as Failed
 from pipelinerl.messages.base import Figures as Figures
@@ -62,6 +63,7 @@ from pipelinerl.messages.gateway import FromGateway as FromGateway
 from pipelinerl.messages.gateway import GatewayLoad as GatewayLoad
 from pipelinerl.messages.gateway import GatewayReady as GatewayReady
 from pipelinerl.messages.gateway import LeaseEnd as LeaseEnd
+from pipelinerl.messages.gateway import Lent as Lent
 from pipelinerl.messages.gateway import ToGateway as ToGateway
 from pipelinerl.messages.gateway import TurnSampled as TurnSampled
 from pipelinerl.messages.gateway import TurnTokens as TurnTokens
@@ -71,9 +73,7 @@ from pipelinerl.messages.prm import PrmReady as PrmReady
 from pipelinerl.messages.prm import StepsScored as StepsScored
 from pipelinerl.messages.prm import TraceScores as TraceScores
 from pipelinerl.messages.prm import TraceTokens as TraceTokens
-from pipelinerl.messages.rollouts import UNSAMPLED as UNSAMPLED
 from pipelinerl.messages.rollouts import Group as Group
-from pipelinerl.messages.rollouts import Lent as Lent
 from pipelinerl.messages.rollouts import Sample as Sample
 from pipelinerl.messages.rollouts import Score as Score
 from pipelinerl.messages.rollouts import ScoredTrajectory as ScoredTrajectory

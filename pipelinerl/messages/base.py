@@ -21,6 +21,8 @@ UInt8 = npt.NDArray[np.uint8]
 
 MAX_DEPTH = 32
 """Maximum nesting of lists and objects in a prompt's columns. Deeper ones could exhaust the stack of the code that walks them."""
+UNSAMPLED = -1
+"""Version of a token that no policy sampled: prompt tokens, tool output, padding."""
 Id = Annotated[str, msgspec.Meta(max_length=512)]
 """A name or a digest."""
 Text = Annotated[str, msgspec.Meta(max_length=16 << 20)]
@@ -74,6 +76,25 @@ class Nodes(Message, frozen=True):
             raise ValueError(
                 f"Nodes: parents {self.parents.tolist()} of {self.lengths.tolist()} tokens, expected earlier nodes or -1, and no empty one"
             )
+
+    def check(self, versions: Int32, sampled: Mask, *, owner: str) -> None:
+        """Raise `ValueError` unless each node of `owner` is sampled whole or given whole, and versions fall along no path.
+
+        `versions` and `sampled` are columns of all its tokens: the version of each, and whether a policy sampled it.
+        """
+        if int(self.lengths.sum()) != len(versions):
+            raise ValueError(f"{owner}: nodes of {self.lengths.tolist()} tokens, expected {len(versions)}")
+        ends = np.cumsum(self.lengths).tolist()
+        newest: list[int] = []
+        for parent, start, end in zip(self.parents.tolist(), [0, *ends[:-1]], ends, strict=True):
+            own, mask = versions[start:end], sampled[start:end]
+            before = newest[parent] if parent >= 0 else UNSAMPLED
+            if mask.any() and (not mask.all() or (np.diff(own, prepend=before) < 0).any()):
+                raise ValueError(
+                    f"{owner}: node {len(newest)} has versions {own.tolist()} after {before}, expected a node that is sampled whole, under"
+                    " versions that do not fall along its path"
+                )
+            newest.append(int(own[-1]) if mask.any() else before)
 
 
 def check_depth(prompt: Prompt) -> None:

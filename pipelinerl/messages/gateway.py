@@ -170,5 +170,18 @@ class EpisodeEnded(Message, frozen=True):
     reason: Text = ""
 
 
+class Lent(Message, frozen=True):
+    """What only a rollout has that an agent outside of the run has played."""
+
+    prompt_token_ids: Int32
+    """[P] int32: what the agent began with, in place of the tokens that siblings of other runs share."""
+    reward: float | None = None
+    """The reward that the agent posted; None where the run's own functions score the rollout."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"Lent: reward {self.reward}, expected a finite one, or None")
+
+
 FromGateway = GatewayReady | GatewayLoad | EpisodeWanted | EpisodeUnwanted | EpisodeReturned | AgentTurn | EpisodeFinished | Failed
 ToGateway = EpisodeLent | TurnTokens | TurnSampled | EpisodeEnded | Stop

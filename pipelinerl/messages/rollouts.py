@@ -10,11 +10,9 @@ import numpy as np
 
 from pipelinerl.messages.base import Figures, Float32, Id, Int32, Mask, Message, Nodes, Outcome, Prompt, Text, check_lengths
 from pipelinerl.messages.engine import Finish, Recomputed, Routes
+from pipelinerl.messages.gateway import Lent
 from pipelinerl.messages.prm import EarlyStopDecision, TraceScores
 from pipelinerl.messages.scorer import Turns
-
-UNSAMPLED = -1
-"""Version of a token that no policy sampled: prompt tokens, tool output, padding."""
 
 
 class TerminalStatus(enum.StrEnum):
@@ -30,19 +28,6 @@ class TerminalStatus(enum.StrEnum):
     """It has no usable score: the engine or a reward function failed."""
     CANCELLED = "cancelled"
     """The run ended, or it was withdrawn, before it was trained."""
-
-
-class Lent(Message, frozen=True):
-    """What only a rollout has that an agent outside of the run has played."""
-
-    prompt_token_ids: Int32
-    """[P] int32: what the agent began with, in place of the tokens that siblings of other runs share."""
-    reward: float | None = None
-    """The reward that the agent posted; None where the run's own functions score the rollout."""
-
-    def __post_init__(self) -> None:
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"Lent: reward {self.reward}, expected a finite one, or None")
 
 
 class Trajectory(Message, frozen=True):
@@ -93,26 +78,10 @@ class Trajectory(Message, frozen=True):
     def __post_init__(self) -> None:
         check_lengths(self, "token_ids", "loss_mask", "logprobs", "versions")
         if self.nodes is not None:
-            self._check_nodes(self.nodes)
+            self.nodes.check(self.versions, self.loss_mask, owner=f"Trajectory {self.rollout_id}")
         if self.routes is not None and self.routes.num_rows != len(self.token_ids) - 1:
             rows, expected = self.routes.num_rows, len(self.token_ids) - 1
             raise ValueError(f"Trajectory {self.rollout_id}: routes of {rows} tokens, expected {expected}, all but the last")
-
-    def _check_nodes(self, nodes: Nodes) -> None:
-        """Raise `ValueError` unless each node is wholly sampled or wholly given, and versions fall along no path."""
-        if int(nodes.lengths.sum()) != len(self.token_ids):
-            raise ValueError(f"Trajectory {self.rollout_id}: nodes of {nodes.lengths.tolist()} tokens, expected {len(self.token_ids)}")
-        ends = np.cumsum(nodes.lengths).tolist()
-        newest: list[int] = []
-        for parent, start, end in zip(nodes.parents.tolist(), [0, *ends[:-1]], ends, strict=True):
-            versions, mask = self.versions[start:end], self.loss_mask[start:end]
-            before = newest[parent] if parent >= 0 else UNSAMPLED
-            if mask.any() and (not mask.all() or (np.diff(versions, prepend=before) < 0).any()):
-                raise ValueError(
-                    f"Trajectory {self.rollout_id}: node {len(newest)} has versions {versions.tolist()} after {before}, expected a node"
-                    " that is sampled whole, under versions that do not fall along its path"
-                )
-            newest.append(int(versions[-1]) if mask.any() else before)
 
     @property
     def num_tokens(self) -> int:

@@ -48,10 +48,6 @@ class FunctionKind(enum.StrEnum):
     ENVIRONMENT = "environment"
     PRM = "prm"
     """A process reward model, or the judge in its place."""
-    SOURCE = "source"
-    """A source that yields prompts."""
-    LOSS = "loss"
-    """A loss, an advantage, a mask or a weight."""
 
 
 class FunctionFailed(Message, frozen=True):
