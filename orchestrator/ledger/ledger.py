@@ -315,10 +315,6 @@ class Ledger:
         found = self.store.rows("state", "key = ?", key)
         return json.loads(found[0][1]) if found else default
 
-    def is_in_flight(self, rollout_id: str) -> bool:
-        """Return whether a rollout is in flight."""
-        return rollout_id in self._rollouts.in_flight
-
     def rollouts_in_flight(self) -> dict[str, InFlight]:
         """Return every rollout in flight, by name."""
         return dict(self._rollouts.in_flight)

@@ -57,11 +57,6 @@ class Curriculum:
         self.resting: dict[int, Rest] = {}
         """The rests, by the prompt's number in its source; an earlier process of the run may have left some."""
 
-    @property
-    def num_resting(self) -> int:
-        """Prompts that were outside of the band when they were last measured."""
-        return len(self.resting)
-
     def measured(self, number: int, *, epoch: int, success: float) -> None:
         """Note which part of a prompt's scored siblings was correct; the prompt was drawn in `epoch`. A measurement of an overtaken epoch
         is dropped.

@@ -96,10 +96,6 @@ class Batching:
         """Scored rollouts that wait for the trainer."""
         return len(self._scored)
 
-    @property
-    def num_open_groups(self) -> int:
-        return self._grouping.num_open
-
     def trained(self, step: int) -> None:
         """Note that a step is in the policy."""
         for name in self._samples.pop(step, ()):

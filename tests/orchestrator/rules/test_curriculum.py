@@ -40,7 +40,7 @@ def test_one_measurement_in_the_band_ends_the_rest_and_forgets_how_long_it_was()
 def test_prompts_do_not_answer_for_each_other() -> None:
     curriculum = Curriculum(low=0.0, high=1.0)
     curriculum.measured(1, epoch=0, success=1.0)
-    assert (curriculum.draws(1, epoch=1), curriculum.draws(2, epoch=1), curriculum.num_resting) == (False, True, 1)
+    assert (curriculum.draws(1, epoch=1), curriculum.draws(2, epoch=1), len(curriculum.resting)) == (False, True, 1)
 
 
 def test_news_of_an_epoch_that_is_overtaken_changes_nothing() -> None:
