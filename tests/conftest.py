@@ -7,12 +7,15 @@ inherit it.
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from pipelinerl.runtime.imports import of_large_packages
 
 os.environ["OMP_NUM_THREADS"] = "1"  # more threads than cores spin against each other: vLLM on two cores is then up to ten times slower
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that is not a folder fails at once
@@ -33,11 +36,21 @@ def _folder_of_temporary_files() -> Iterator[None]:
     tempfile.tempdir = None  # what it is at first; what was there before this test may be what an engine of its module has set
 
 
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A folder in memory, where the machine has one: for what is synced again and again to a disk whose speed nobody asks for."""
+    with tempfile.TemporaryDirectory(prefix="pytest-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
 TOGETHER = {
-    "whole runs": tuple(f"tests/e2e/test_{name}.py" for name in ("chaos", "examples", "listeners", "prm", "run")),
-    "jobs": ("tests/slurm/",),
+    "whole runs": tuple(
+        f"tests/{name}.py" for name in ("e2e/test_examples", "e2e/test_gateway", "e2e/test_run", "migration/test_migration")
+    ),
+    "what waits": ("tests/slurm/", *(f"tests/e2e/test_{name}.py" for name in ("chaos", "listeners", "prm"))),
 }
-"""What goes one after the other in one worker: two whole runs at once on two cores would miss their deadlines. Jobs mostly wait."""
+"""What goes one after the other in one worker: whole runs, all of them at once, would miss their deadlines. Half of the time of jobs, of
+rehearsals and of runs that are looked at while they go on is spent waiting; `scripts/test` has a worker more than cores for it."""
 
 
 def _unit(nodeid: str) -> str:
@@ -73,6 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _skip(marked["vllm"], reason="needs vLLM, which is not installed here")
     if marked["gpu"] and (reason := _why_no_gpu()):
         _skip(marked["gpu"], reason=reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting tests imports torch and makes 7,000 of them, over which no collection of garbage has to go again."""
+    with of_large_packages():
+        return (yield)
 
 
 def _skip(items: list[pytest.Item], *, reason: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.engine.environment import set_environment
+from pipelinerl.runtime.imports import of_large_packages
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +45,10 @@ def vllm_engine(
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # vLLM asks for the thread's loop; without one it would make one and leave it open
     set_environment(num_ranks=section.num_ranks)
-    import torch._dynamo
+    with of_large_packages() if "vllm" not in sys.modules else contextlib.nullcontext():
+        import torch._dynamo
 
-    from pipelinerl.engine.vllm.engine import VllmEngine
+        from pipelinerl.engine.vllm.engine import VllmEngine
 
     try:
         # An engine process says so in its environment, which torch reads once: here another test may have imported it before. A rank that
