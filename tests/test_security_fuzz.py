@@ -297,9 +297,9 @@ ROWS = {
 @pytest.mark.parametrize("what", ROWS)
 @FOLDER
 @given(data=st.data())
-def test_a_row_of_the_ledger(tmp_path: Path, ledger_bytes: bytes, what: str, data: st.DataObject):
+def test_a_row_of_the_ledger(memory_path: Path, ledger_bytes: bytes, what: str, data: st.DataObject):
     statement, good = ROWS[what]
-    path = tmp_path / "ledger.sqlite"
+    path = memory_path / "ledger.sqlite"
     path.write_bytes(ledger_bytes)
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(statement, (data.draw(damaged([good])),))
@@ -310,8 +310,8 @@ def test_a_row_of_the_ledger(tmp_path: Path, ledger_bytes: bytes, what: str, dat
 @pytest.mark.slow
 @FOLDER
 @given(data=st.data())
-def test_the_ledgers_file(tmp_path: Path, ledger_bytes: bytes, data: st.DataObject):
-    path = tmp_path / "ledger.sqlite"
+def test_the_ledgers_file(memory_path: Path, ledger_bytes: bytes, data: st.DataObject):
+    path = memory_path / "ledger.sqlite"
     path.write_bytes(data.draw(damaged([ledger_bytes])))
     resume(path)
 

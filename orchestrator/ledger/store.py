@@ -195,13 +195,16 @@ class Store:
         """Called first by a flush, to put what changed many times since the last one and is written once."""
         self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
         self._database.create_function("row_checksum", -1, lambda *values: checksum.of_row(values), deterministic=True)
-        with self.readable():
-            self._database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            self._check_schema()
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA foreign_keys = ON")
-            self.ledger_id = self._database.execute("SELECT id FROM ledger").fetchone()[0]
-            self.last_seq = self._find_last()
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._database.close)  # one that cannot be read is not held until it is forgotten
+            with self.readable():
+                self._database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+                self._check_schema()
+                self._database.execute("PRAGMA journal_mode = WAL")
+                self._database.execute("PRAGMA foreign_keys = ON")
+                self.ledger_id = self._database.execute("SELECT id FROM ledger").fetchone()[0]
+                self.last_seq = self._find_last()
+            opened.pop_all()
 
     def transaction(self) -> contextlib.AbstractContextManager[Any]:
         """Have everything put in the block be written by one flush, or none of it."""

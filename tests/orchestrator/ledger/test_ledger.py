@@ -151,8 +151,8 @@ def test_a_ledger_that_cannot_be_written_says_so(tmp_path: Path):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.sqlite"
+def path(memory_path: Path) -> Path:
+    return memory_path / "ledger.sqlite"
 
 
 def killed(ledger: Ledger) -> None:
@@ -422,6 +422,17 @@ def train(ledger: Ledger, *steps: int) -> list[str]:
         ledger.end(f"{step}/0", TerminalStatus.TRAINED, now_s=4.0)
         ledger.record("done", now_s=4.0, step=step)
     return commits
+
+
+def test_a_ledger_that_cannot_be_read_is_not_held(path: Path) -> None:
+    """Not even while somebody looks at the error: who restores the file would otherwise find it locked."""
+    Ledger(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("INSERT INTO state VALUES ('seq', '7', 0)")
+    with pytest.raises(LedgerError, match="its last entry is number 0, expected 7") as refused:
+        Ledger(path)
+    with contextlib.closing(sqlite3.connect(path, timeout=0.0)) as database:
+        assert database.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",), refused
 
 
 def test_rows_stay_for_as_long_as_a_trainer_may_fall_back_to_before_them(path: Path):
