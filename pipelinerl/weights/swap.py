@@ -203,7 +203,7 @@ class CopySwap:
 
     def spare(self) -> torch.Tensor:
         if self._spare is None:
-            self._spare = torch.zeros(self._num_bytes, dtype=torch.uint8)
+            self._spare = self._timeline.pinned(self._num_bytes)  # a device reads it faster than memory that may be moved
         return self._spare
 
     def stage(self, buffer: torch.Tensor) -> None:
@@ -221,9 +221,12 @@ class CopySwap:
             buffer[start : start + len(source)].copy_(source)
 
     def _bring(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The staged bytes on the parameters' device: brought there now, beside the forward passes, and not in the pause."""
+        """The staged bytes on the parameters' device, or where that reads them fastest: brought there now, beside the forward passes, and
+        not in the pause."""
         if self._beside is None or self._parameters[0].parameter.device == buffer.device:
             return buffer
+        if self._beside.device == buffer.device and self._spare is not None and buffer.data_ptr() == self._spare.data_ptr():
+            return buffer  # pinned as well: a copy beside it would win nothing
         with self._timeline.beside():
             self._beside.copy_(buffer, non_blocking=True)
         return self._beside

@@ -61,6 +61,60 @@ def test_the_core_and_the_worker_have_what_is_used_of_them():
     assert "driver_worker" in attributes("v1/executor/uniproc_executor.py")
 
 
+def imported() -> set[tuple[str, str]]:
+    """(module, name) of everything of vLLM's that our sources import; the name is empty where a whole module is."""
+    found: set[tuple[str, str]] = set()
+    for path in (*OURS.glob("*.py"), OURS.parents[1] / "rewards" / "pooling.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                found |= {(str(node.module), alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm"}
+    return found
+
+
+def has(module: str, name: str) -> bool:
+    """True where vLLM's source has a module, and in it a name: defined, assigned, imported, or a module below it."""
+    place = VLLM.joinpath(*module.split(".")[1:])
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    if not file.exists():
+        return False
+    if not name or (place / name).is_dir() or (place / f"{name}.py").exists():
+        return True
+    return bool(re.search(rf"\b{name}\b", file.read_text()))
+
+
+def test_every_name_that_is_imported_of_vllm_is_there():
+    wanted = imported()
+    assert {("vllm.v1.engine.llm_engine", "LLMEngine"), ("vllm.engine.arg_utils", "EngineArgs")} <= wanted, "the search finds what there is"
+    assert [f"{module}:{name}" for module, name in sorted(wanted) if not has(module, name)] == []
+    assert not has("vllm.v1.engine.llm_engine", "LLMEngineOfTomorrow")
+    assert not has("vllm.v2", "")
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "passed"),
+    [
+        ("v1/engine/input_processor.py", "process_inputs", {"request_id", "prompt", "params", "supported_tasks", "lora_request"}),
+        ("v1/engine/llm_engine.py", "from_vllm_config", {"vllm_config", "disable_log_stats"}),
+        ("v1/core/sched/scheduler.py", "_preempt_request", {"request", "timestamp", "drop_stale_output"}),
+        ("v1/engine/core.py", "abort_requests", {"request_ids"}),
+    ],
+)
+def test_what_is_called_of_vllm_takes_what_it_is_passed(file: str, function: str, passed: set[str]):
+    tree = ast.parse((VLLM / file).read_text())
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
+    assert passed <= {argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)}
+
+
+def test_the_sampling_parameters_that_are_set_are_vllms():
+    ours = ast.parse((OURS / "engine.py").read_text())
+    (call,) = [node for node in ast.walk(ours) if isinstance(node, ast.Call) and ast.unparse(node.func) == "SamplingParams"]
+    tree = ast.parse((VLLM / "sampling_params.py").read_text())
+    (theirs,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    assert {word.arg for word in call.keywords} <= {ast.unparse(node.target) for node in theirs.body if isinstance(node, ast.AnnAssign)}
+
+
 def test_latent_attention_keeps_a_second_form_under_the_names_for_which_it_is_refused():
     """`config.families` refuses it by W_UV and W_UK_T. vLLM's own hook makes both, in place: what a commit would have to call."""
     text = (VLLM / "model_executor/layers/attention/mla_attention.py").read_text()

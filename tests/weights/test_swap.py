@@ -208,6 +208,19 @@ def test_the_room_of_the_next_policy_is_taken_at_the_start_where_it_was_planned(
     assert timeline.asked == ["pinned 256", "beside", "brought"]
 
 
+def test_a_policy_that_a_network_brings_comes_into_memory_that_the_device_reads_by_itself():
+    timeline = _Recorded()
+    by = CopySwap(on_a_device(), timeline=timeline)
+    by.stage(by.spare())
+    assert timeline.asked == ["pinned 256", "beside", "brought"]
+    timeline.asked.clear()
+    by = CopySwap(on_a_device(), staging=Staging.HOST, timeline=timeline)
+    by.stage(by.spare())
+    assert by._staged is not None
+    assert by._staged.data_ptr() == by.spare().data_ptr()
+    assert timeline.asked == ["pinned 256", "pinned 256"], "it waits where it came"
+
+
 def test_a_device_that_is_full_after_all_leaves_the_next_policy_to_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
