@@ -45,6 +45,8 @@ class Phase:
 class Prices:
     """Of a port with its share of a switch, in any unit: only ratios matter. A guess is named as one where figures are shown."""
 
+    gpu: float
+    """With its share of the node, the card included."""
     packet_port: float
     transceiver: float
     optical_port: float
@@ -117,12 +119,11 @@ def _weights(cluster: Cluster, traffic: Traffic, trains: int) -> tuple[Flow, ...
 
 
 def cost_of(cluster: Cluster, prices: Prices) -> float:
-    """Return what switches and optics cost: a card's port on its leaf, and for each port to the spine one there, with two transceivers;
-    an optical port needs one transceiver, the leaf's own, and a port of the leaf.
+    """Return what the network costs, without GPUs: a card's port on its leaf, and for each port to the spine one there, with two
+    transceivers; an optical port needs one transceiver, the leaf's own, and a port of the leaf.
     """
     leaves = cluster.num_leaves
-    to_spine = cluster.leaf_cards / cluster.oversubscription if leaves > 1 else 0.0
     cards = cluster.num_gpus * prices.packet_port
-    spine = leaves * to_spine * 2 * (prices.packet_port + prices.transceiver)
+    spine = leaves * cluster.spine_ports * 2 * (prices.packet_port + prices.transceiver)
     optical = leaves * cluster.optical_ports * (prices.packet_port + prices.transceiver + prices.optical_port)
     return cards + spine + optical

@@ -66,9 +66,15 @@ class Cluster:
         return node // self.leaf_cards * self.gpus_per_node + rail
 
     @property
+    def spine_ports(self) -> float:
+        """Ports of one leaf to the spine; none where leaves have nothing to tell each other: one alone, or the rails of one pod."""
+        pods = self.num_leaves // self.gpus_per_node if self.has_rails else self.num_leaves
+        return 0.0 if pods == 1 else self.num_gpus / self.num_leaves / self.oversubscription
+
+    @property
     def spine_rate(self) -> float:
         """Bytes per second between one leaf and the spine."""
-        return self.leaf_cards * self.nic / self.oversubscription
+        return self.spine_ports * self.nic
 
     def gpu_at(self, node: int, place: int) -> int:
         """Return the number of a GPU by its node and its place there."""

@@ -28,6 +28,8 @@ from pipelinerl.observe.report.what_ifs import FILE, WhatIf, WhatIfs
 
 BUDGET_S = 30.0
 """Seconds of a core after which no further change is tried; those tried first are the ones that most often help."""
+_OWN_DEVICES = "what is added has devices, or cores, of its own"
+_ONE_ENGINE = ": one engine tells nothing of how two share a machine"
 MIN_STEPS = 8
 """Steps of a run whose halves are compared; of fewer, one slow step would be half of the error."""
 
@@ -55,9 +57,7 @@ def foretell(run_folder: Path, *, budget_s: float = BUDGET_S) -> WhatIfs:
         simulated_s=usual_s,
         held_out_error=_held_out_error(config, run_folder, ends_s),
         what_ifs=tuple(sorted(tried, key=lambda one: one.seconds)),
-        assumes="another engine is free of the first: one engine tells nothing of how two share a machine"
-        if config.engine.count == 1
-        else "",
+        assumes=_OWN_DEVICES + (_ONE_ENGINE if config.engine.count == 1 else ""),
     )
 
 

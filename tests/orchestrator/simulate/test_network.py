@@ -113,6 +113,13 @@ def cluster_with(optical_ports: int) -> Cluster:
     )
 
 
+def test_leaves_that_have_nothing_to_tell_each_other_have_no_ports_to_a_spine():
+    assert Cluster(num_gpus=256).spine_ports == 0, "eight rails of one pod of 32 nodes"
+    assert Cluster(num_gpus=512).spine_ports == 32
+    assert Cluster(num_gpus=32, has_rails=False).spine_ports == 0
+    assert Cluster(num_gpus=48, has_rails=False, oversubscription=4.0).spine_ports == 6, "24 cards on each of two leaves"
+
+
 def test_weights_reach_every_engine_once_and_gradients_stay_with_the_trainer():
     cluster = Cluster(num_gpus=48)
     traffic = Traffic(policy_bytes=800.0, gradient_bytes=80.0)
@@ -131,7 +138,7 @@ def test_experts_talk_within_their_group_of_nodes():
 
 def test_costs_by_hand():
     """16 cards; four leaves with two ports to the spine each, at both ends with a transceiver; three optical ports on each leaf."""
-    prices = Prices(packet_port=10.0, transceiver=3.0, optical_port=2.0)
+    prices = Prices(gpu=0.0, packet_port=10.0, transceiver=3.0, optical_port=2.0)
     assert cost_of(SMALL, prices) == 16 * 10 + 4 * 2 * 2 * 13
     assert cost_of(cluster_with(3), prices) - cost_of(SMALL, prices) == 4 * 3 * 15
 

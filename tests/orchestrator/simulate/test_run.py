@@ -16,9 +16,11 @@ from orchestrator.simulate.draws import Distribution, fixed
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.rollouts import Rollout
 from orchestrator.simulate.run import Simulated, _Run, simulate
+from orchestrator.simulate.scoring import Scoring
 from orchestrator.simulate.summary import hangs_on, summary_of
 from orchestrator.simulate.world import EngineWorld, Faults, ScoringWorld, SyncWorld, TrainerWorld, World
 from pipelinerl.errors import Stalled
+from pipelinerl.messages import Finish
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.observe.report import write_report
 from pipelinerl.observe.report.diagnosis import diagnose
@@ -74,6 +76,28 @@ def test_one_step_off_trains_what_the_version_before_wrote():
     ended = simulate(config(pipeline={"mode": "one_step_off"}, trainer={"steps": 4}), ON_PAPER)
     assert max(ended.totals.ages) == 1
     assert ended.totals.ages[0] == 8, "the first step alone"
+
+
+@pytest.mark.parametrize("migration", [0, 4])
+@pytest.mark.parametrize("mode", ["sync", "streaming", "turns"])
+def test_sequences_that_move_lose_no_token_and_no_version_falls(monkeypatch: pytest.MonkeyPatch, mode: str, migration: int):
+    finished: list[Rollout] = []
+    take = Scoring.take
+    monkeypatch.setattr(Scoring, "take", lambda scoring, rollout: (finished.append(rollout), take(scoring, rollout)))
+    sections = MANY | {"pipeline": {"max_staleness": 3, "mode": mode.replace("turns", "streaming")}, "trainer": {"steps": 12}}
+    if mode == "turns":
+        sections["environment"] = {"function": "unused:environment"}
+    engine = dataclasses.replace(BUSY.engine, kv_tokens=500)
+    world = dataclasses.replace(BUSY, engine=engine, likeness=0.9, report_every_s=0.05)
+    ended = simulate(config(**sections), world, migration=migration)
+    assert broken(ended) == []
+    assert ended.num_moved >= 5
+    for rollout in finished:
+        assert rollout.num_sampled == sum(num for _, num in rollout.runs)
+        if mode != "turns" or (rollout.turn == 3 and rollout.finish is Finish.STOP):
+            assert rollout.num_sampled == min(200, max(rollout.turn, int(rollout.draws.lengths[rollout.sibling])))
+        versions = [version for version, _ in rollout.runs]
+        assert versions == sorted(versions)
 
 
 def broken(ended: Simulated) -> list[str]:
