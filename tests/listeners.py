@@ -19,7 +19,13 @@ SOCKETS = {
     "ROUTER sockets of ZeroMQ": ("-m orchestrator",),
     "live view": ("-m pipelinerl view",),
     "Prometheus endpoint": ("--to prometheus",),
-    "gloo": ("-m trainer", "-m pipelinerl.engine", "VLLM::Worker", "-m pipelinerl.rewards.prm.process"),
+    "gloo": (
+        "-m trainer",
+        "-m pipelinerl.engine",
+        "VLLM::Worker",
+        "-m pipelinerl.rewards.prm.process",
+        "-m pipelinerl.rewards.pool.forkserver",  # a reward model is served by a worker
+    ),
     UNIX: (),
 }
 """By their names in SECURITY.md, who listens there, by what stands in the command line; at a Unix socket in a private folder anybody."""

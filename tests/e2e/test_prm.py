@@ -16,6 +16,7 @@ import pytest
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.observe.lines import read_journals
 from scripts.chaos import victims
+from tests.listeners import listeners_of, name_of, tree_of
 from tests.tiny_models import make_classifier, make_prm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,6 +47,7 @@ def test_steps_are_scored_and_rollouts_stopped_while_they_are_written_also_when_
         assert run.poll() is None
         time.sleep(0.1)
     run_folder = found[0].parent.parent
+    assert [one for one in listeners_of(tree_of(run.pid)) if not name_of(one)] == []
     (process_id,) = victims.find("prm", run_folder)
     os.kill(process_id, signal.SIGKILL)
     output, _ = run.communicate(timeout=150)
