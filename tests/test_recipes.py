@@ -23,7 +23,7 @@ def recipe(title: str) -> str:
 
 def follow(title: str, root: Path) -> list[str]:
     """Follow a recipe in a copy of the repository; what each command printed, in order."""
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "bench", "*.tar.xz")
+    ignored = shutil.ignore_patterns("*.egg-info", "results", "bench", "*.tar.xz")  # compiled modules come along: they say of which time
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, root / name, ignore=ignored)
@@ -60,7 +60,7 @@ def apply(block: str, path: Path) -> None:
 
 
 def executed(command: str, root: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "200"}
     ended = subprocess.run(command, shell=True, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     return ended.stdout

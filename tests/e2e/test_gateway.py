@@ -21,7 +21,7 @@ from scripts.chaos import victims
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "agent_openai"
-STEPS = 8
+STEPS = 5
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(400)]
 

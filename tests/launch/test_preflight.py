@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +20,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
+from pipelinerl.launch import preflight
 from pipelinerl.launch.preflight import check
 from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.planning import memory
@@ -80,6 +83,16 @@ def settings(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return make
 
 
+def checked(config: Config, *, is_dry: bool = False) -> list[Finding]:
+    """What a check finds, all of it in this process; which look has one of its own is shown by demonstrations and the dry runs, below."""
+
+    def look_here(config: Config, *, module: str, imports: str) -> Iterator[Finding]:
+        yield from importlib.import_module(module).look(config)
+
+    with mock.patch.object(preflight, "look_apart", look_here):
+        return check(config, is_dry=is_dry)
+
+
 def failures(found: Iterable[Finding]) -> list[str]:
     return sentences(found, Level.FAIL)
 
@@ -118,7 +131,9 @@ def test_demonstrations_beside_rl_are_looked_at_too(settings: Callable[..., Conf
     stream = {"source": "shown.jsonl", "coef": 0.1}
     (problem,) = [one for one in failures(check(settings(sft_stream=stream))) if "sft_stream" in one]
     assert problem == "sft_stream.source: shown.jsonl, row 1: column 'completion' is None, expected text; it has prompt"
-    assert not [one for one in failures(check(settings(sft_stream=stream | {"coef": 0}))) if "sft_stream" in one], "off: nobody reads them"
+    assert not [one for one in failures(checked(settings(sft_stream=stream | {"coef": 0}))) if "sft_stream" in one], (
+        "off: nobody reads them"
+    )
 
 
 def test_every_row_is_looked_at_not_only_the_first(settings: Callable[..., Config]):
@@ -208,7 +223,7 @@ def test_every_row_names_one_of_several_teachers(settings: Callable[..., Config]
 
 
 def test_several_teachers_are_each_looked_for(settings: Callable[..., Config]):
-    problems = failures(check(settings(reference={"teachers": {"math": "nope", "code": "model"}})))
+    problems = failures(checked(settings(reference={"teachers": {"math": "nope", "code": "model"}})))
     assert problems[0].startswith("reference.teachers.math: no folder at nope")
     assert any(
         problem.startswith("reference.teachers.code is model, and algorithm grpo reads no reference or teacher") for problem in problems
@@ -219,7 +234,7 @@ def test_several_teachers_are_each_looked_for(settings: Callable[..., Config]):
 
 def test_models_beside_the_policy_are_looked_for_and_one_that_nobody_reads_is_told(settings: Callable[..., Config]):
     config = settings(reference={"path": "nope"}, critic={"path": "none"})
-    problems = failures(check(config))
+    problems = failures(checked(config))
     assert [problem.partition(" (looked")[0] for problem in problems[:2]] == [
         "reference.path: no folder at nope",
         "critic.path: no folder at none",
@@ -239,7 +254,7 @@ def test_a_reward_model_is_looked_at_without_loading_it(settings: Callable[..., 
     assert "two has 2 labels, expected 1" in found[0]
     assert "mute has no chat template" in found[1]
     assert "has the architecture Qwen2ForCausalLM, expected a sequence classifier" in found[2]
-    found = check(config, is_dry=True)
+    found = checked(config, is_dry=True)
     assert any("reward.4.model: no folder at nowhere" in line for line in failures(found)), failures(found)
     assert any("reward.5.max_tokens: 600, but good was made for 512 positions" in line for line in failures(found))
     assert any("reward.5.options.dtype is reward.5.dtype, which the rest of the run reads" in line for line in failures(found))
@@ -278,7 +293,7 @@ def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., 
         (copied / path.name).write_bytes(path.read_bytes())
     whole = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(whole[:-1000])
-    problems = failures(check(settings(model={"path": str(copied)})))
+    problems = failures(checked(settings(model={"path": str(copied)})))
     assert any("it was not copied whole" in problem for problem in problems)
 
 
@@ -289,10 +304,10 @@ def test_a_family_that_no_engine_takes_is_refused_and_one_never_tried_is_warned_
     shutil.copytree(model, other)
     tree = json.loads((model / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(tree | {"model_type": "gpt_oss"}))
-    problems = failures(check(settings(model={"path": str(other)})))
+    problems = failures(checked(settings(model={"path": str(other)})))
     assert any("a gpt_oss cannot be served to train it: vLLM transposes its experts" in problem for problem in problems)
     (other / "config.json").write_text(json.dumps(tree | {"model_type": "telechat"}))
-    found = check(settings(model={"path": str(other)}))
+    found = checked(settings(model={"path": str(other)}))
     assert not failures(found)
     (warning,) = sentences(found, Level.WARN)
     assert "of the family 'telechat', which was never run here" in warning
@@ -322,29 +337,29 @@ def test_the_memory_bill_by_hand(settings: Callable[..., Config], model: Path):
 
 
 def test_adapters_that_travel_as_a_whole_model_are_told(settings: Callable[..., Config]):
-    (told,) = notes(check(settings(lora={"rank": 4})))
+    (told,) = notes(checked(settings(lora={"rank": 4})))
     assert told.startswith("lora.rank: 4, and each step publishes all ")
     assert 'weights.adapters = "separate" sends adapters alone' in told
-    assert notes(check(settings(lora={"rank": 4}, weights={"adapters": "separate"}))) == []
+    assert notes(checked(settings(lora={"rank": 4}, weights={"adapters": "separate"}))) == []
 
 
 def test_an_adapter_of_a_matrix_that_the_model_has_not_is_refused_with_the_nearest_name(settings: Callable[..., Config], model: Path):
-    (problem,) = failures(check(settings(lora={"rank": 4, "targets": ["q_proj", "q_porj", "w1", "embed_tokens"]})))
+    (problem,) = failures(checked(settings(lora={"rank": 4, "targets": ["q_proj", "q_porj", "w1", "embed_tokens"]})))
     assert problem.startswith(f"lora.targets: no matrix of {model} is named 'q_porj' (did you mean 'q_proj'?), 'w1', 'embed_tokens'")
     assert "take of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in problem
-    assert failures(check(settings(lora={"rank": 4, "targets": ["up_proj", "v_proj"]}))) == []
-    assert failures(check(settings(lora={"rank": 0, "targets": ["w1"]}))) == [], "no adapter is made"
+    assert failures(checked(settings(lora={"rank": 4, "targets": ["up_proj", "v_proj"]}))) == []
+    assert failures(checked(settings(lora={"rank": 0, "targets": ["w1"]}))) == [], "no adapter is made"
 
 
 def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_figures(settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pipelinerl.launch.preflight.memory_bytes", lambda: 4 << 20)
-    problems = failures(check(settings(engine={"kv_cache_bytes": 1 << 20})))
+    problems = failures(checked(settings(engine={"kv_cache_bytes": 1 << 20})))
     assert problems[0].startswith("memory: the run takes ")
     assert "and this machine has 4.0 MiB" in problems[0]
 
 
 def test_the_estimate_is_told(settings: Callable[..., Config]):
-    told = facts(check(settings()))
+    told = facts(checked(settings()))
     assert told[0] == ("KV cache: 512 bytes a token; 64.0 KiB for a sequence of 128 tokens, 512.0 KiB for the whole context of 1,024")
     assert told[1].startswith("KV cache: of each engine: 64.0 MiB (the least); 1023 such sequences fit, 127 of the whole context")
     assert any(fact.startswith("disk: ") for fact in told)

@@ -29,6 +29,7 @@ from pipelinerl.config.file import load_run, parse
 from pipelinerl.config.renamed import translate
 from pipelinerl.errors import CheckpointDamaged, ConfigError, LedgerError
 from pipelinerl.observe.lines import read_journals
+from pipelinerl.observe.report import write_report
 from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest
 
 SCHEMAS = (2, 3)
@@ -214,13 +215,37 @@ def test_the_command_line_says_what_it_did(tmp_path: Path):
     assert (runs / "stopped" / "ledger.sqlite.schema-2").exists()
 
 
+def test_a_migrated_runs_weights_moments_and_journal_are_read(runs: Path, schema: int):
+    import torch
+
+    from tests.trainer.tiny import make_model, make_step
+    from trainer.checkpoint.checkpoints import Checkpoints
+    from trainer.checkpoint.portable import state_of
+
+    folder, num_done = runs / "stopped", NUM_STEPS[schema, "stopped"]
+    migrate(folder, say=lambda line: None)
+    config = load_run(folder)
+    model = make_model(config.model.path, dtype=config.model.dtype)
+    _, optimizer = make_step(model)
+    before = {name: tensor.clone() for name, tensor in state_of(model, optimizer)["model"].items()}
+    state = Checkpoints(folder / "checkpoints", state=lambda: state_of(model, optimizer), rank=0, num_ranks=1, keep=1)
+    restored = state.restore()
+    assert restored is not None
+    assert restored.version == num_done
+    after = state_of(model, optimizer)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in after["model"].items())
+    assert any(tensor.any() for name, tensor in after["optimizer"].items() if name.endswith("exp_avg"))
+    assert [line["step"] for line in read_journals(folder) if line["kind"] == "step"] == list(range(num_done))
+    assert write_report(folder).stat().st_size > 10_000
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("schema", SCHEMAS, indirect=True)
-def test_a_migrated_run_resumes_with_the_present_program(runs: Path, schema: int):
-    """The real engine, trainer and scorer go on where Ctrl-C left the old program; journals of both are read as one."""
-    folder, num_done = runs / "stopped", NUM_STEPS[schema, "stopped"]
+def test_a_migrated_run_resumes_with_the_present_program(tmp_path: Path):
+    """The real engine, trainer and scorer go on where Ctrl-C left the oldest program; journals of both are read as one."""
+    runs, num_done = unpack(2, tmp_path), NUM_STEPS[2, "stopped"]
+    folder = runs / "stopped"
     migrate(folder, say=lambda line: None)
     settings = runs / "settings.toml"
     settings.write_text(toml(load_run(folder).model_dump(mode="json", exclude_none=True)))

@@ -216,7 +216,7 @@ def one_group_in_fifty_has_signal(group_id: int, sibling: int) -> float:
 
 
 def no_signal_for_a_long_while(group_id: int, sibling: int) -> float:
-    return float(sibling == 0 and not 20 < group_id < 400)
+    return float(sibling == 0 and not 20 < group_id < 300)
 
 
 def signal_only_in_the_sibling_that_fails(group_id: int, sibling: int) -> float:
@@ -242,7 +242,7 @@ def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path,
 
     faulty = World(bad_score_fraction=0.002 if reward is signal_only_in_the_sibling_that_fails else 0.0)
     simulated = run(
-        config(pipeline={"mode": mode}, trainer={"steps": 12}),
+        config(pipeline={"mode": mode}, trainer={"steps": 7}),
         folder=tmp_path,
         group_advantages=adversarial,
         step_rules=credit.step_rules(),
