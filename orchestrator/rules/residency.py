@@ -53,15 +53,23 @@ class Residency(Generic[W]):
             return all(use.weights == weights for use in self._uses)
         return len({use.version for use in self._uses}) < self._num_places
 
+    def reserve(self, weights: W) -> None:
+        """Give these weights, which there is room for, the place that they are about to take: no sequence begins under what is there now.
+
+        It is the oldest that no sequence needs, as engines choose it. What a model publishes as it goes takes its own place.
+        """
+        if self._is_in_place:
+            self._held = collections.OrderedDict({version: held for version, held in self._held.items() if held == weights})
+        elif len(self._held) >= self._num_places:
+            needed = {use.version for use in self._uses}
+            del self._held[next(old for old in self._held if old not in needed)]
+
     def published(self, version: int, weights: W) -> None:
-        """Note that all engines hold these weights as this version, in the place that has_room_for them had."""
+        """Note that all engines hold these weights as this version, in the place that was reserved."""
         if self._is_in_place:
             for use in self._uses:
                 use.version = version
             self._held.clear()
-        elif len(self._held) >= self._num_places:
-            needed = {use.version for use in self._uses}
-            del self._held[next(old for old in self._held if old not in needed)]
         self._held[version] = weights
 
     def lost(self, version: int | None = None) -> None:

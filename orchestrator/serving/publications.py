@@ -66,7 +66,7 @@ class Publications:
             version = self.residency.find(weights)
             if version is None:
                 await self.publish(weights, unless_held=True)
-            elif self._is_waiting and not self.residency.has_room_for(weights):
+            elif self._is_waiting:
                 await self._changed.wait()
             else:
                 return self.residency.begin(version)
@@ -86,6 +86,7 @@ class Publications:
             if unless_held and (version := self.residency.find(weights)) is not None:
                 return version
             await self._wait_for_room(weights)
+            self.residency.reserve(weights)
             version, self._next = self._next, self._next + 1
             steps = weights.num_steps if weights.folder or not weights.model_id else self.num_steps(weights.model_id)
             source = {"folder": weights.folder} if weights.folder else {"model_id": weights.model_id}

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from pipelinerl.cli.app import ConfigFile, Overrides, console
-from pipelinerl.cli.start import begin_early
+from pipelinerl.cli.start import begin_early, report
 from pipelinerl.cli.train import PANEL
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
@@ -57,7 +57,10 @@ def serve(config_file: ConfigFile, overrides: Overrides = None) -> None:
         run_folder = make_run_folder(settings)
         console.print(f"run folder: {escape(str(run_folder))}", soft_wrap=True)
         with held(run_folder) as lease:
-            asyncio.run(_launch(settings, run_folder, lease=lease, early=early))
+            try:
+                asyncio.run(_launch(settings, run_folder, lease=lease, early=early))
+            finally:
+                report(run_folder)
 
 
 async def _launch(settings: Config, run_folder: Path, *, lease: Lease, early: EarlyProcesses) -> None:

@@ -62,7 +62,7 @@ def train(
             with trackers(run_folder, settings.tracking.to):
                 asyncio.run(_launch_and_show(settings, run_folder, lease=lease, early=early))
         finally:
-            _report(run_folder)
+            report(run_folder)
     log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
     console.print(escape(log[-1]) if log else "")
     console.print(f"model: {escape(str(run_folder / 'model'))}")
@@ -103,7 +103,7 @@ def print_plan(settings: Config) -> None:
     console.print("nothing is wrong that can be known without loading a model")
 
 
-def _report(run_folder: Path) -> None:
+def report(run_folder: Path) -> None:
     """Write the report; where that fails, as on a full disk, say so: it must not hide why the run ended."""
     from pipelinerl.observe.report import write_report
     from pipelinerl.observe.segments import has_lines

@@ -12,6 +12,7 @@ Terminal, live view, report and trackers read the journals through `lines` and `
 | `sample` | orchestrator, some of a step | `step`, `status`, `reason`, `prompt`, `columns`, ..., see `orchestrator.observe.sample_log` |
 | `evaluation` | orchestrator | `version`, `reward_mean`, `components` (means), `num_prompts`, `oldest_version` |
 | `alarm` | orchestrator | `name`, `began` and `step` (where it began and was noticed), `figure`, `change`, `is_over`: see `alarms` |
+| `client_step` | a server of clients, per step of theirs | `model_id`, `step`, `staleness`, ..., see `pipelinerl.tinker.provenance` |
 | `end` | orchestrator, once | `rollouts` (by how they ended), `reason` |
 | `load` | engine, scorer, every second | fields of `messages.EngineLoad` or `ScorerLoad`, with the figures of every reward function |
 | `function_error` | orchestrator, at a cause's first failure and when told anew | see `orchestrator.observe.function_errors` |

@@ -35,11 +35,10 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def served(folder: Path, *overrides: str) -> Iterator[dict[str, str]]:
+def served(folder: Path, *overrides: str, model: Path) -> Iterator[dict[str, str]]:
     """The variables that `pipelinerl serve` prints, while it serves a tiny model."""
-    make_qwen2(folder / "model")
     settings = folder / "serve.toml"
-    settings.write_text(f'[model]\npath = "{folder / "model"}"\ndtype = "float32"\nmax_tokens = 64\n[run]\nfolder = "{folder / "runs"}"\n')
+    settings.write_text(f'[model]\npath = "{model}"\ndtype = "float32"\nmax_tokens = 64\n[run]\nfolder = "{folder / "runs"}"\n')
     command = [sys.executable, "-m", "pipelinerl", "serve", str(settings), "engine.max_running=16", *overrides]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -79,7 +78,8 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("rank", [8, 0], ids=["adapters", "whole weights"])
 def test_the_sdk_trains_and_samples_and_every_token_is_known_again(tmp_path: Path, rank: int) -> None:
-    with served(tmp_path, f"lora.rank={rank}") as variables:
+    make_qwen2(tmp_path / "model")
+    with served(tmp_path, f"lora.rank={rank}", model=tmp_path / "model") as variables:
         assert variables["TINKER_API_KEY"].startswith("tml-")
         found = drive(tmp_path, variables, rank=rank or 32, learning_rate=0.003)
     assert found["losses"][-1] < (0.6 if rank else 0.1) * found["losses"][0]

@@ -129,6 +129,23 @@ def learning(tables: Tables) -> Table:
     return Table(name="learning", headings=("figure", f"first {WINDOW} steps", f"last {WINDOW}"), kinds=("name",), rows=rows)
 
 
+def client_models(tables: Tables) -> Table:
+    """What a server's clients trained on: tokens by what is known of them, and how old they were."""
+    rows = [
+        (
+            one.model_id,
+            whole(one.num_steps),
+            whole(one.sampled_tokens),
+            f"{one.staleness_mean:.2f}",
+            whole(one.staleness_max),
+            *(whole(count) for count in (one.repeated_tokens, one.drifted_tokens, one.unknown_tokens, one.foreign_tokens)),
+        )
+        for one in tables.clients
+    ]
+    headings = ("model", "steps", "sampled tokens", "staleness", "oldest", "trained again", "drifted", "unknown", "of other models")
+    return Table(name="clients", headings=headings, kinds=("code",), rows=rows, title="Models of clients")
+
+
 def held_out(tables: Tables) -> Table:
     """Evaluations, each reward function apart; nothing where there was none, or only one function."""
     names = list(dict.fromkeys(name for row in tables.evaluations for name in row.components))

@@ -31,6 +31,7 @@ from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.fold.thinned import Thinned
 from pipelinerl.observe.lines import JournalTail
 from pipelinerl.observe.renamed import Line
+from pipelinerl.observe.report.clients import ClientModel, ClientModels
 from pipelinerl.observe.segments import journals_of
 
 STATUS_ROWS = 4000
@@ -63,6 +64,8 @@ class Tables:
     """Those that were raised and ended."""
     function_errors: tuple[FunctionErrorRow, ...] = ()
     """Failures of users' functions by cause, over all starts of the run, the commonest first."""
+    clients: tuple[ClientModel, ...] = ()
+    """What the clients of a server trained; none in a run."""
     start_up: tuple[StartUpRow, ...] = ()
     """What processes did until the first step was trained, by when they began with it."""
     num_unreadable: int = 0
@@ -105,7 +108,7 @@ def read_tables(run_folder: Path) -> Tables:
     swaps: list[SwapRow] = []
     evaluations: list[EvaluationRow] = []
     start_up: list[StartUpRow] = []
-    whole_from = 0.0
+    whole_from, clients = 0.0, ClientModels()
     for line in tail.new_lines():
         if line["kind"] == "status":  # most lines are of this kind, and few of them stay: those are typed in the end
             statuses.add(line)
@@ -115,6 +118,8 @@ def read_tables(run_folder: Path) -> Tables:
             whole_from = max(whole_from, rows.number(line.get("end")) or 0.0)
         if line["kind"] == "startup":
             start_up.append(rows.read(StartUpRow, line))
+        if line["kind"] == "client_step":
+            clients.add(line)
         match state.fold(line):
             case RunRow() as row:
                 learning = learning or _learning(row)
@@ -143,6 +148,7 @@ def read_tables(run_folder: Path) -> Tables:
         alarms=tuple(learning.active.values()),
         past_alarms=tuple(alarm for alarm in learning.raised if alarm not in learning.active.values()),
         function_errors=tuple(state.errors.rows()),
+        clients=clients.rows(),
         start_up=_until_first_step(start_up, steps),
         num_unreadable=tail.num_unreadable,
         whole_from=whole_from,
