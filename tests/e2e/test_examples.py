@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 ON_GPUS = {"gsm8k_qwen3_0.6b": (QWEN3, THINKING, "question"), "math_7b_8gpu": (QWEN2_7B, CHATML, "problem")}
 """Examples that nothing here can run -> the shape of their model, its chat template, and the column of prompts."""
-PRETRAINED = ("smollm2_arithmetic", "calculator")
+PRETRAINED = {"smollm2_arithmetic": "smollm2", "calculator": "shallow"}
+"""Examples with SmolLM2, and whether the whole of it is trained here."""
 SMALL = ("trainer.steps=2", "batch.groups_per_step=2", "rollout.group_size=4", "engine.max_running=16", "engine.ready_deadline_s=120")
 RUN = [path for path in EXAMPLES if path.stem not in ON_GPUS]
 runs = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(400)]
@@ -57,6 +59,17 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def shallow(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first three of its thirty layers: to save all weights with their moments takes longer than all else of two steps."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=3).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def judge() -> Iterator[str]:
     """The endpoint of the process reward model's example, at a free port."""
@@ -79,7 +92,7 @@ def test_an_example_trains_every_rollout_of_two_steps(
     example: Path, model: Path, judge: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     settings = tomllib.loads(example.read_text())
-    folder = request.getfixturevalue("smollm2") if example.stem in PRETRAINED else model
+    folder = request.getfixturevalue(PRETRAINED[example.stem]) if example.stem in PRETRAINED else model
     overrides = [*SMALL, f"run.folder={tmp_path}", f"model.path={folder}"]
     if "evaluation" in settings:
         overrides.append("evaluation.limit=8")
