@@ -37,9 +37,12 @@ def vllm_engine(
     replay_routing: bool = False,
     options: dict[str, Any] | None = None,
     quantization: Literal["none", "int8"] = "none",
+    async_scheduling: bool | None = None,
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
-    section = EngineSection(max_running=max_running, options=options or {}, quantization=quantization)  # pyright: ignore[reportCallIssue]
+    section = EngineSection(  # pyright: ignore[reportCallIssue]
+        max_running=max_running, options=options or {}, quantization=quantization, async_scheduling=async_scheduling
+    )
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)
     loop = asyncio.new_event_loop()

@@ -31,7 +31,7 @@ from orchestrator.data.sources import PromptSource
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config, DataSection
 from pipelinerl.data.tokenizer import TextEncoder, load_tokenizer
-from pipelinerl.engine.base import Chunk
+from pipelinerl.engine.base import Sampled
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.messages import (
@@ -145,7 +145,7 @@ def of_first(kind: type, take: Callable[[Any], Any]) -> Callable[[str, Any], Any
 
 BORN: dict[str, Callable[[str, Any], Any]] = {
     "A prompt to the engine": of_first(Prompt, lambda prompt: prompt.token_ids),
-    "A token to the loss": of_first(Chunk, lambda chunk: chunk.logprobs[0]),
+    "A token to the loss": of_first(Sampled, lambda sampled: float(sampled.logprobs[0])),
     "A policy to the swap": of_first(PolicyPublished, lambda published: published.digest),
     "A config key to its line": lambda name, value: Setting(name, value) if value == MAX_STALENESS else None,
     "A reward to the advantage": lambda name, value: value if name == "returned" and isinstance(value, float) else None,
@@ -230,8 +230,10 @@ class Sampler(FakeEngine):
         ]
         self._receiver = WeightReceiver(PointerSwap(placed), layout=layout, receiver=SharedMemoryReceiver())
 
-    def step(self) -> list[Chunk]:
-        return [dataclasses.replace(chunk, logprobs=[-1 - next(self.numbers) / 65536]) for chunk in super().step()]
+    def step(self) -> list[Sampled]:
+        (sampled,) = super().step()
+        logprobs = np.array([-1 - next(self.numbers) / 65536 for _ in sampled.rollout_ids], np.float32)
+        return [dataclasses.replace(sampled, logprobs=logprobs)]
 
     def stage(self, order: StageWeights) -> None:
         super().stage(order)

@@ -110,6 +110,11 @@ class EngineSection(Section):
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="KV cache of each rank of an engine; default: what max_running sequences need, on a GPU what it has left"
     )
+    async_scheduling: bool | None = Field(
+        None,
+        description="schedule the next forward pass while one computes; versions stay those of the weights that sampled. Default: where"
+        " vLLM does so by itself, on GPUs",
+    )
     cores: tuple[int, ...] = Field((), description="CPU core of each engine, one each; empty lets the system choose")
     gpus: tuple[int | str, ...] = Field(
         (), description="indices (as nvidia-smi counts) or UUIDs of their GPUs, dealt in this order, a rank each; empty: the first ones"

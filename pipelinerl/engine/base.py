@@ -7,8 +7,10 @@ takes weights. Two of them pass the same contract tests: `vllm.engine` (real) an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from pipelinerl.messages import Finish, Float32, Generate, Routes, StageWeights, Tensor
 
@@ -30,21 +32,40 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The tokens that one forward pass sampled for one request."""
+class Sampled:
+    """What one forward pass sampled, in columns: a token for each of N sequences; and which sequences ended with it.
 
-    rollout_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    """Natural log under the distribution sampled from; as long as `token_ids`."""
-    finish: Finish | None
-    """None while the sequence goes on."""
-    version: int | None = None
-    """The policy that sampled these tokens, where an engine serves several side by side; None: the one it committed last."""
-    routes: Routes | None = None
-    """Routes of every token but the last; None before the finish, and where experts are not recorded."""
-    prompt_logprobs: Float32 | None = None
-    """As in `Completion`, in the chunk that begins the completion, where the request asks for them."""
+    A pass that samples several tokens of a sequence is several of these, one after the other.
+    """
+
+    rollout_ids: Sequence[str]
+    """[N], none twice."""
+    token_ids: np.ndarray
+    """[N] int32."""
+    logprobs: np.ndarray
+    """[N] float32, natural log under the distribution sampled from."""
+    finishes: Mapping[str, Finish] = dataclasses.field(default_factory=dict)
+    """Of the sequences that ended, by rollout id; one that ended without a token is here alone."""
+    versions: int | np.ndarray | None = None
+    """The policy whose weights sampled them: of the whole pass, or [N] int32 where an engine serves several side by side; None: the one
+    that it committed last."""
+    routes: Mapping[str, Routes] = dataclasses.field(default_factory=dict)
+    """Routes of every token but the last, of sequences that ended; empty where experts are not recorded."""
+    prompt_logprobs: Mapping[str, Float32] = dataclasses.field(default_factory=dict)
+    """As in `Completion`, of sequences that begin with this pass and whose requests ask for them."""
+
+    def only(self, is_kept: np.ndarray) -> Sampled:
+        """The columns of these sequences ([N] bool), and every end but those of the others."""
+        left = {rollout_id for rollout_id, kept in zip(self.rollout_ids, is_kept, strict=True) if not kept}
+        return Sampled(
+            rollout_ids=[rollout_id for rollout_id in self.rollout_ids if rollout_id not in left],
+            token_ids=self.token_ids[is_kept],
+            logprobs=self.logprobs[is_kept],
+            finishes={rollout_id: finish for rollout_id, finish in self.finishes.items() if rollout_id not in left},
+            versions=self.versions[is_kept] if isinstance(self.versions, np.ndarray) else self.versions,
+            routes=self.routes,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 class Engine(Protocol):
@@ -67,8 +88,11 @@ class Engine(Protocol):
         """Forget a request; unknown ones are ignored."""
         ...
 
-    def step(self) -> list[Chunk]:
-        """Run one forward pass over the running sequences. Raises `EngineError`; then every running request is lost."""
+    def step(self) -> Sequence[Sampled]:
+        """Begin a forward pass over the running sequences, and end one, which may have begun in an earlier call: what that one sampled.
+
+        Raises `EngineError`; then every running request is lost.
+        """
         ...
 
     def stage(self, order: StageWeights) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.base import Limits, Sampled
 from pipelinerl.errors import EngineError, WeightsError
-from pipelinerl.messages import Finish, Generate, StageWeights
+from pipelinerl.messages import Finish, Float32, Generate, StageWeights
 
 
 class FakeEngine:
@@ -53,24 +53,32 @@ class FakeEngine:
         self._requests.pop(rollout_id, None)
         self._positions.pop(rollout_id, None)
 
-    def step(self) -> list[Chunk]:
-        chunks = []
-        for rollout_id in self.running():
+    def step(self) -> list[Sampled]:
+        running, token_ids = self.running(), []
+        finishes: dict[str, Finish] = {}
+        judged: dict[str, Float32] = {}
+        logprob = -math.log(self._vocabulary)
+        for rollout_id in running:
             request, seed, length = self._requests[rollout_id]
             position = self._positions[rollout_id] = self._positions[rollout_id] + 1
-            token = self.token(seed, position)
-            finish = None
+            token_ids.append(token := self.token(seed, position))
+            if position == 1 and request.sampling.has_prompt_logprobs:
+                judged[rollout_id] = np.array([math.nan] + [logprob] * (len(request.token_ids) - 1), np.float32)
             if position >= length or token in request.sampling.stop_token_ids:
-                finish = Finish.STOP
+                finishes[rollout_id] = Finish.STOP
             elif position >= min(request.sampling.max_tokens, self.limits.max_model_tokens - len(request.token_ids)):
-                finish = Finish.LENGTH
-            logprob = -math.log(self._vocabulary)
-            is_judged = position == 1 and request.sampling.has_prompt_logprobs
-            judged = np.array([math.nan] + [logprob] * (len(request.token_ids) - 1), np.float32) if is_judged else None
-            chunks.append(Chunk(rollout_id=rollout_id, token_ids=[token], logprobs=[logprob], finish=finish, prompt_logprobs=judged))
-            if finish is not None:
-                self.cancel(rollout_id)
-        return chunks
+                finishes[rollout_id] = Finish.LENGTH
+        for rollout_id in finishes:
+            self.cancel(rollout_id)
+        return [
+            Sampled(
+                rollout_ids=running,
+                token_ids=np.array(token_ids, np.int32),
+                logprobs=np.full(len(running), logprob, np.float32),
+                finishes=finishes,
+                prompt_logprobs=judged,
+            )
+        ]
 
     def running(self) -> list[str]:
         """The requests that the next pass samples for."""

@@ -2,9 +2,8 @@
 
 No socket, no thread and no clock of its own, so that the process (`server`) and the simulated pipeline run the very same loop.
 
-Why the stamp is exact: `version` changes only in `_commit`, which runs between two calls of `Engine.step`; a step samples all its
-tokens from one forward pass (`async_scheduling` is off); so the version current when a step returns is the one whose weights computed
-the logits of every token it returned.
+Why the stamp is exact: an engine says which policy a forward pass was launched under (`Sampled.versions`), whenever that pass ends. One
+that says nothing ends each pass in the `Engine.step` that launches it, and `version` changes only between two of these, in a commit.
 
 A swap is a transaction of this engine alone: staged in a thread while decoding goes on, acknowledged (`WeightsStaged`), committed at the
 next boundary, said (`WeightsCommitted`). Whatever fails before the commit is said with its own words (`WeightsRefused`), and the old
@@ -21,7 +20,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipelinerl.engine.base import Chunk, Engine
+from pipelinerl.engine.base import Engine, Sampled
+from pipelinerl.engine.columns import NO_ROW, Columns
 from pipelinerl.engine.stop_strings import Finder, StopStrings
 from pipelinerl.errors import EngineError, PipelineError, VersionNotHeld, WireError
 from pipelinerl.messages import (
@@ -52,35 +52,9 @@ Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
 class _Running:
     request: Generate
     started_at: float
-    kv_version: int
-    """Oldest version that computed a part of its KV cache."""
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    prompt_logprobs: Float32 | None = None
-    kv_versions_sum: int
-    """Sum of the versions of its KV cache's tokens, each the one that sampled it; the prompt's count under that of the prefill."""
     recomputed: list[int] = dataclasses.field(default_factory=list)
     """Number of tokens each time that its KV cache was computed anew."""
-    num_told: int = 0
-    """Tokens sent in `Tokens` messages."""
-    stop_strings: StopStrings | None
-    """Finds the texts that end it; None where the request names none."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.token_ids) + len(self.token_ids)
-
-    def is_staler(self, version: int, *, max_staleness: int | None, max_mean_staleness: float | None) -> bool:
-        """Tell whether its KV cache would be further behind a version than it may."""
-        if max_staleness is not None and abs(version - self.kv_version) > max_staleness:
-            return True
-        return max_mean_staleness is not None and abs(version - self.kv_versions_sum / self.num_tokens) > max_mean_staleness
-
-    def recompute(self, version: int) -> None:
-        """Note that its KV cache is computed anew under a version."""
-        self.kv_version, self.kv_versions_sum = version, version * self.num_tokens
-        self.recomputed.append(len(self.token_ids))
+    prompt_logprobs: Float32 | None = None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -115,6 +89,10 @@ class EngineLoop:
         self._clock = clock
         self._finder = finder
         self._running: dict[str, _Running] = {}
+        self._columns = Columns()
+        """What they sampled."""
+        self._stop_strings: dict[str, StopStrings] = {}
+        """Of those whose requests name any."""
         self._orphans: set[str] = set()
         """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
         self._withheld: list[Completion] = []
@@ -202,19 +180,19 @@ class EngineLoop:
             return
         started = self._clock()
         try:
-            chunks = self._engine.step()
+            passed = self._engine.step()
         except EngineError as error:
             self._lose_all(str(error))
             return
         self._num_steps += 1
-        for chunk in chunks:
-            self._stamp(chunk)
+        for sampled in passed:
+            self._stamp(sampled)
         self._busy_s += self._clock() - started
 
     def _keep_only(self, adopt: Reattach) -> None:
         for rollout_id in self._orphans - adopt.rollouts.keys():
             self._engine.cancel(rollout_id)
-            del self._running[rollout_id]
+            self._close(rollout_id)
         self._orphans.clear()
         self.outbox += [one for one in self._withheld if adopt.rollouts.get(one.rollout_id) == one.attempt]
         self._withheld.clear()
@@ -226,15 +204,16 @@ class EngineLoop:
                 return
             self._engine.cancel(request.rollout_id)
             self._orphans.discard(request.rollout_id)
-        prompt_versions = self.version * len(request.token_ids)
-        running = _Running(
-            request=request,
-            started_at=self._clock(),
-            kv_version=self.version,
-            kv_versions_sum=prompt_versions,
-            stop_strings=self._finder(request.token_ids.tolist(), stop) if self._finder and (stop := request.sampling.stop) else None,
+            self._close(request.rollout_id)
+        self._running[request.rollout_id] = _Running(request=request, started_at=self._clock())
+        self._columns.open(
+            request.rollout_id,
+            num_prompt_tokens=len(request.token_ids),
+            version=self.version,
+            chunk_tokens=request.chunk_tokens,
         )
-        self._running[request.rollout_id] = running
+        if self._finder is not None and request.sampling.stop:
+            self._stop_strings[request.rollout_id] = self._finder(request.token_ids.tolist(), request.sampling.stop)
         try:
             if request.sampling.stop and self._finder is None:
                 raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
@@ -244,44 +223,61 @@ class EngineLoop:
         except EngineError as error:
             self._finish(request.rollout_id, Finish.ERROR, error=str(error))
 
-    def _stamp(self, chunk: Chunk) -> None:
-        running = self._running.get(chunk.rollout_id)
-        if running is None:
-            return
-        if chunk.version is not None and chunk.version > self.version:  # of a forward pass that a rollback has overtaken
-            self._engine.cancel(chunk.rollout_id)
-            self._finish(chunk.rollout_id, Finish.CANCELLED)
-            return
-        chunk = self._ended_by_text(chunk, running)
-        running.prompt_logprobs = running.prompt_logprobs if chunk.prompt_logprobs is None else chunk.prompt_logprobs
-        running.token_ids += chunk.token_ids
-        running.logprobs += chunk.logprobs
-        version = self.version if chunk.version is None else chunk.version
-        running.versions += [version] * len(chunk.token_ids)
-        running.kv_versions_sum += version * len(chunk.token_ids)
-        self._num_tokens += len(chunk.token_ids)
-        if chunk.finish is not None:
-            self._finish(chunk.rollout_id, chunk.finish, routes=chunk.routes)
-        elif 0 < running.request.chunk_tokens <= len(running.token_ids) - running.num_told:
-            self._tell(running)
+    def _stamp(self, sampled: Sampled) -> None:
+        """Give every token of a forward pass the version whose weights sampled it, and end the sequences that ended."""
+        if sampled.versions is not None and np.max(sampled.versions, initial=0) > self.version:
+            self._withdraw_overtaken(sampled)
+        rows = self._columns.rows_of(sampled.rollout_ids)
+        if rows.min(initial=0) == NO_ROW:  # of sequences that have ended since the pass began
+            sampled, rows = sampled.only(rows != NO_ROW), rows[rows != NO_ROW]
+        versions = self.version if sampled.versions is None else sampled.versions
+        self._columns.append(rows, token_ids=sampled.token_ids, logprobs=sampled.logprobs, versions=versions)
+        self._num_tokens += len(rows)
+        for rollout_id, logprobs in sampled.prompt_logprobs.items():
+            if rollout_id in self._running:
+                self._running[rollout_id].prompt_logprobs = logprobs
+        finishes = {rollout_id: finish for rollout_id, finish in sampled.finishes.items() if rollout_id in self._running}
+        if self._stop_strings:
+            finishes |= self._ended_by_text(sampled)
+        for rollout_id, finish in finishes.items():
+            self._finish(rollout_id, finish, routes=sampled.routes.get(rollout_id))
+        for rollout_id in self._columns.to_tell(rows):
+            self._tell(rollout_id)
 
-    def _ended_by_text(self, chunk: Chunk, running: _Running) -> Chunk:
-        """The chunk up to the token that completes a stop string, and with that its end; as it is where none does."""
-        if running.stop_strings is None or (end := running.stop_strings.end_in(chunk.token_ids)) is None:
-            return chunk
-        if chunk.finish is None:
-            self._engine.cancel(chunk.rollout_id)
-        return dataclasses.replace(chunk, token_ids=chunk.token_ids[:end], logprobs=chunk.logprobs[:end], finish=Finish.STOP)
+    def _withdraw_overtaken(self, sampled: Sampled) -> None:
+        """Cancel the sequences that a forward pass sampled under a policy which a rollback has undone since it began."""
+        is_late = np.broadcast_to(np.asarray(sampled.versions) > self.version, len(sampled.rollout_ids))
+        for rollout_id, late in zip(sampled.rollout_ids, is_late, strict=True):
+            if late and rollout_id in self._running:
+                self._engine.cancel(rollout_id)
+                self._finish(rollout_id, Finish.CANCELLED)
 
-    def _tell(self, running: _Running) -> None:
+    def _ended_by_text(self, sampled: Sampled) -> dict[str, Finish]:
+        """The sequences in which a token completed a stop string: it is their last."""
+        ended = {}
+        for rollout_id, token_id in zip(sampled.rollout_ids, sampled.token_ids.tolist(), strict=True):
+            stop_strings = self._stop_strings.get(rollout_id)
+            if stop_strings is not None and stop_strings.end_in([token_id]) is not None:
+                ended[rollout_id] = Finish.STOP
+                if rollout_id not in sampled.finishes:
+                    self._engine.cancel(rollout_id)
+        return ended
+
+    def _tell(self, rollout_id: str) -> None:
         """Tell what was sampled since it was told last. Nobody waits for an answer: a slow reader costs the loop nothing."""
-        request, start = running.request, running.num_told
-        running.num_told = len(running.token_ids)
-        token_ids = np.array(running.token_ids[start:], np.int32)
-        self.outbox.append(Tokens(rollout_id=request.rollout_id, attempt=request.attempt, start=start, token_ids=token_ids))
+        start, token_ids = self._columns.untold(rollout_id)
+        attempt = self._running[rollout_id].request.attempt
+        self.outbox.append(Tokens(rollout_id=rollout_id, attempt=attempt, start=start, token_ids=token_ids))
+
+    def _close(self, rollout_id: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Forget a sequence; its columns."""
+        del self._running[rollout_id]
+        self._stop_strings.pop(rollout_id, None)
+        return self._columns.close(rollout_id)
 
     def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:
-        running = self._running.pop(rollout_id)
+        running = self._running[rollout_id]
+        token_ids, logprobs, versions = self._close(rollout_id)
         into = self._withheld if rollout_id in self._orphans else self.outbox
         self._orphans.discard(rollout_id)
         into.append(
@@ -289,9 +285,9 @@ class EngineLoop:
                 rollout_id=rollout_id,
                 attempt=running.request.attempt,
                 turn=running.request.turn,
-                token_ids=np.array(running.token_ids, np.int32),
-                logprobs=np.array(running.logprobs, np.float32),
-                versions=np.array(running.versions, np.int32),
+                token_ids=token_ids,
+                logprobs=logprobs,
+                versions=versions,
                 finish=finish,
                 error=error,
                 routes=routes,
@@ -343,21 +339,23 @@ class EngineLoop:
         if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
             return
         order = staging.order
-        limits = {"max_staleness": order.kv_max_staleness, "max_mean_staleness": order.kv_max_mean_staleness}
-        stale = {rollout_id: running for rollout_id, running in self._running.items() if running.is_staler(order.version, **limits)}
+        stale = self._columns.staler_than(
+            order.version, max_staleness=order.kv_max_staleness, max_mean_staleness=order.kv_max_mean_staleness
+        )
         before = self._clock()
         try:
-            recomputed = [stale[rollout_id] for rollout_id in self._engine.commit(stale)]
+            recomputed = self._engine.commit(stale)
         except PipelineError as error:
             self._refuse(error)
             return
         pause_s = self._clock() - before
+        places, num_recomputed = self._columns.recompute(recomputed, order.version)
         if order.rollback_epoch > self.rollback_epoch:
             self._withdraw_undone(order.version)
         self.rollback_epoch, self.version = order.rollback_epoch, order.version
-        for running in recomputed:
-            running.recompute(order.version)
-        num_recomputed = sum(running.num_tokens for running in recomputed)
+        for rollout_id, place in zip(recomputed, places, strict=True):
+            if rollout_id in self._running:
+                self._running[rollout_id].recomputed.append(place)
         self.outbox.append(self._committed(order, pause_s=pause_s, stage_s=staging.stage_s, num_recomputed_tokens=num_recomputed))
         self._end_staging()
 
@@ -375,7 +373,7 @@ class EngineLoop:
 
     def _withdraw_undone(self, version: int) -> None:
         """Cancel sequences that hold tokens of policies that a rollback to `version` undoes: no policy of the new epoch sampled those."""
-        for rollout_id in [rollout_id for rollout_id, running in self._running.items() if running.versions[-1:] > [version]]:
+        for rollout_id in self._columns.newer_than(version):
             self._engine.cancel(rollout_id)
             self._finish(rollout_id, Finish.CANCELLED)
 

@@ -22,10 +22,11 @@ OWN_KEYS = {
     "max_num_seqs": "engine.max_running",
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
     "seed": "run.seed",
+    "async_scheduling": "engine.async_scheduling",
 }
 """Arguments that a run sets from a key of its own, which other processes read, too."""
 FIXED = {
-    "async_scheduling": (False, "a step would return the tokens of an earlier forward pass, and their versions would be wrong"),
+    "async_scheduling": (False, "vLLM has found that it slows models down which score"),
     "skip_tokenizer_init": (True, "engines are sent tokens and answer tokens"),
 }
 """Arguments with one value that the rest of the run stands on."""

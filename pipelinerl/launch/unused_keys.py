@@ -68,7 +68,7 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     prometheus = ("tracking.prometheus_interface", "tracking.prometheus_port")
     yield prometheus, "prometheus" in config.tracking.to, "tracking.to does not name prometheus"
     yield (
-        ("engine.kv_cache_bytes", "engine.quantization", "engine.options"),
+        ("engine.kv_cache_bytes", "engine.async_scheduling", "engine.quantization", "engine.options"),
         config.engine.kind == "vllm",
         f"engine.kind is {config.engine.kind}",
     )

@@ -191,9 +191,9 @@ def _engine_alone(size: Size) -> float:
                 Generate(rollout_id=str(submitted), attempt=0, token_ids=ids, sampling=Sampling(max_tokens=size.max_tokens)), version=0
             )
             submitted, running = submitted + 1, running + 1
-        chunks = engine.step()
-        running -= sum(chunk.finish is not None for chunk in chunks)
-        tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        passed = engine.step()
+        running -= sum(len(sampled.finishes) for sampled in passed)
+        tokens += sum(len(sampled.token_ids) for sampled in passed)
         if not end and submitted > 2 * size.max_running:
             measuring = time.monotonic()
             end, tokens = measuring + size.alone_s, 0

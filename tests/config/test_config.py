@@ -455,6 +455,7 @@ KEYS = [
     "engine.count",
     "engine.max_running",
     "engine.kv_cache_bytes",
+    "engine.async_scheduling",
     "engine.cores",
     "engine.gpus",
     "engine.shares_gpus",

@@ -113,7 +113,9 @@ def judge_stamps(replies: dict[str, Completion]) -> None:
 def judge_rollback(loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor], *, version: int) -> None:
     """Go back by one version: what holds undone tokens ends, and a sequence that was only asked for under it runs under the new policy."""
     ask(loop, "undone")
-    loop.advance()
+    before = loop.load(idle_s=0.0).num_tokens
+    while loop.load(idle_s=0.0).num_tokens == before:
+        loop.advance()
     ask(loop, "only asked for")
     take(loop, publisher, tensors, version=version, rollback_epoch=1)
     replies = finish(loop)
@@ -147,7 +149,7 @@ class Taker:
         adapters = self.weight_receiver._adapters
         assert adapters is not None
         rows: Any = adapters._rows
-        row = rows._row_of(next(reversed(adapters._versions)))
+        row = rows._row_of(next(reversed(adapters.versions)))
         expected = adapter(self.weight_receiver.limits.tensors, version)
         layers = {name: layer for name, layer in rows._manager.modules.items() if name.endswith("down_proj")}
         assert layers

@@ -6,12 +6,15 @@ weights, with an engine that was started on these weights and never swapped.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from pipelinerl.messages import Completion, Finish, Generate, Sampling, StageWei
 if TYPE_CHECKING:
     import torch
 
+    from pipelinerl.engine.vllm.engine import VllmEngine
     from tests.real_engine import Publisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -132,9 +136,13 @@ def greedy(loop: EngineLoop, seed: int) -> dict[str, list[int]]:
     return replies
 
 
-@pytest.mark.parametrize(("tied", "is_packed"), [(True, False), (False, False), (True, True)], ids=["tied", "untied", "packed"])
+@pytest.mark.parametrize(
+    ("tied", "is_packed", "is_asynchronous"),
+    [(True, False, False), (False, False, True), (True, True, False)],
+    ids=["tied", "untied, scheduled asynchronously", "packed"],
+)
 def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
-    tmp_path: Path, tied: bool, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tied: bool, is_packed: bool, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ):
     from safetensors.torch import save_file
 
@@ -146,7 +154,8 @@ def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
     tensors = tiny_models.make_qwen2(tmp_path / "first", tied=tied, seed=0)
     save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
     last = tiny_models.make_qwen2(tmp_path / "last", tied=tied, seed=2)
-    with real_engine.vllm_engine(tmp_path / "first") as engine, loop_around(engine) as loop:
+    with real_engine.vllm_engine(tmp_path / "first", async_scheduling=is_asynchronous or None) as engine, loop_around(engine) as loop:
+        assert (engine._core.engine_core.batch_queue is not None) == is_asynchronous
         assert ("matrices are packed" in engine.limits.choices[-1]) == is_packed
         publisher = real_engine.Publisher(engine)
         with contextlib.closing(publisher):
@@ -163,6 +172,79 @@ def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
         never_swapped = greedy(loop, seed=1)
     assert after_swaps == never_swapped
     assert len({tuple(tokens) for tokens in never_swapped.values()}) > 4, "the prompts must not all lead to the same tokens"
+
+
+class Device:
+    """Stands for the devices along a pipeline: passes compute in the order in which they are launched, and are asked for later.
+
+    What a pass samples is the token that the weights force at that point of the order, read from the model's own parameters.
+    """
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._model: Any = engine.model
+        core = engine._core.engine_core
+        self._executor = core.model_executor
+        core.model_executor = self
+        self._computed: list[tuple[list[str], int]] = []
+        self.most_under_way = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute_model(self, scheduled: Any, non_block: bool) -> Future[Any]:
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        done: Future[Any] = Future()
+        done.set_result(None if scheduled.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT)
+        if scheduled.num_scheduled_tokens:
+            head = self._model.lm_head.weight
+            self._computed.append((list(scheduled.num_scheduled_tokens), int(head.square().sum(1).argmax())))
+        return done
+
+    def sample_tokens(self, grammar: Any, non_block: bool) -> Any:
+        self.most_under_way = max(self.most_under_way, len(self._computed))
+        return SimpleNamespace(result=self._end_oldest)
+
+    def _end_oldest(self) -> Any:
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        names, token_id = self._computed.pop(0)
+        token_ids = np.full((len(names), 1), token_id, np.int32)
+        logprobs = LogprobsLists(token_ids, np.zeros((len(names), 1), np.float32), np.zeros(len(names), np.int32))
+        rows = {name: row for row, name in enumerate(names)}
+        return ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=token_ids.tolist(), logprobs=logprobs)
+
+
+def test_versions_are_exact_where_vllm_schedules_a_pipeline_asynchronously(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its second model runner does so, for which there is no device here: vLLM's own core and scheduler run, with its settings."""
+    from safetensors.torch import save_file
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from tests import real_engine, tiny_models
+
+    tensors = tiny_models.make_qwen2(tmp_path, tied=False, seed=0)
+    save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with real_engine.vllm_engine(tmp_path, async_scheduling=True) as engine, loop_around(engine) as loop:
+        core, device = engine._core.engine_core, Device(engine)
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+        monkeypatch.setattr(core.vllm_config.parallel_config, "pipeline_parallel_size", 2)
+        before = core.scheduler
+        core.scheduler = AsyncScheduler(
+            vllm_config=core.vllm_config,
+            kv_cache_config=before.kv_cache_config,
+            structured_output_manager=core.structured_output_manager,
+            block_size=before.block_size,
+            hash_block_size=before.hash_block_size,
+        )
+        assert core.scheduler.use_v2_model_runner
+        core.batch_queue_size = core.vllm_config.max_concurrent_batches
+        core.batch_queue = collections.deque(core.batch_queue, maxlen=core.batch_queue_size)
+        with contextlib.closing(real_engine.Publisher(engine)) as publisher:
+            judge(swap_under_way(engine, loop, publisher, tensors))
+    assert (core.batch_queue_size, device.most_under_way) == (3, 2), (
+        "of three in the queue one is empty: every sequence waits for its last token"
+    )
 
 
 def judge(swapped: Swapped) -> None:

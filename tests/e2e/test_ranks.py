@@ -132,7 +132,13 @@ def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weig
 
     section = WeightsSection(delta=True)  # pyright: ignore[reportCallIssue]
     with (
-        real_engine.vllm_engine(first, options=options, weights=section, policies=folder / "weights") as engine,
+        real_engine.vllm_engine(
+            first,
+            options=options,
+            weights=section,
+            policies=folder / "weights",
+            async_scheduling=None if "pipeline_parallel_size" in options else True,
+        ) as engine,
         StagingThread(engine) as stager,
     ):
         loop = EngineLoop(engine, engine_id=0, stager=stager)
@@ -214,7 +220,7 @@ def test_two_ranks_serve_versions_of_an_adapter_side_by_side(tmp_path: Path):
     weights = tiny_models.make_adaptable(tmp_path, seed=3)
     shape = AdapterShape(rank=RANK, alpha=ALPHA, targets=TARGETS, num_versions=SIDE_BY_SIDE)
     with (
-        real_engine.vllm_engine(tmp_path, adapters=shape, options={"tensor_parallel_size": 2}) as engine,
+        real_engine.vllm_engine(tmp_path, adapters=shape, options={"tensor_parallel_size": 2}, async_scheduling=True) as engine,
         StagingThread(engine) as stager,
     ):
         loop = EngineLoop(engine, engine_id=0, stager=stager)

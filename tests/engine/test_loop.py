@@ -6,12 +6,13 @@ import concurrent.futures
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from pipelinerl.engine.base import Chunk
+from pipelinerl.engine.base import Sampled
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, VersionNotHeld, WeightsError
@@ -25,6 +26,7 @@ from pipelinerl.messages import (
     Sampling,
     StageWeights,
     Stop,
+    Tokens,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
@@ -138,6 +140,18 @@ def test_a_completion_holds_every_token_with_its_logprob_and_version():
     assert completion.logprobs.tolist() == pytest.approx([-np.log(1000)] * 4)
     assert completion.versions.tolist() == [0, 0, 0, 0]
     assert not bench.loop.has_work
+
+
+def test_tokens_are_told_in_chunks_where_that_is_asked_for_and_the_last_ones_with_the_completion_alone():
+    bench = Bench()
+    for rollout_id, chunk_tokens in (("0/0", 2), ("0/1", 0)):
+        sampling = Sampling(max_tokens=4)
+        bench.loop.handle(Generate(rollout_id=rollout_id, attempt=1, token_ids=PROMPT, sampling=sampling, chunk_tokens=chunk_tokens))
+    said = bench.advance(4)
+    tokens = [(SEED + 7919 * position) % 1000 for position in (1, 2, 3, 4)]
+    told = [(one.rollout_id, one.attempt, one.start, one.token_ids.tolist()) for one in said if isinstance(one, Tokens)]
+    assert told == [("0/0", 1, 0, tokens[:2])]
+    assert [one.token_ids.tolist() for one in completions(said)] == [tokens, tokens]
 
 
 def test_the_stamp_changes_exactly_at_the_forward_pass_that_runs_under_the_new_weights():
@@ -406,7 +420,7 @@ class Pipelined(FakeEngine):
     def __init__(self) -> None:
         super().__init__(max_model_tokens=4096, max_running=8, mean_tokens=10**9)
         self._ordered = self._version = 0
-        self._under_way: list[list[Chunk]] = [[]]
+        self._under_way: list[list[Sampled]] = [[]]
 
     def stage(self, order: StageWeights) -> None:
         super().stage(order)
@@ -417,8 +431,8 @@ class Pipelined(FakeEngine):
         self._version = self._ordered
         return dropped
 
-    def step(self) -> list[Chunk]:
-        self._under_way.append([dataclasses.replace(chunk, version=self._version) for chunk in super().step()])
+    def step(self) -> list[Sampled]:
+        self._under_way.append([dataclasses.replace(sampled, versions=self._version) for sampled in super().step()])
         return self._under_way.pop(0)
 
 
@@ -433,14 +447,15 @@ def test_what_was_under_way_along_a_pipeline_carries_the_version_it_was_begun_un
     assert sampled_by(completion) == completion.versions.tolist()
 
 
-def test_a_rollback_ends_what_was_under_way_under_a_policy_it_undoes():
-    """Its first token is told after the rollback: kept, versions would fall along the sequence."""
+@pytest.mark.parametrize("max_tokens", [1, 10])
+def test_a_rollback_ends_what_was_under_way_under_a_policy_it_undoes(max_tokens: int):
+    """Its first token, be it the last or not, is told after the rollback: kept, versions would fall along the sequence."""
     bench = Bench(engine=Pipelined())
     for version in (1, 2):
         bench.order(version)
         bench.stager.finish(version)
         bench.advance(1)
-    bench.ask("0/0")
+    bench.ask("0/0", max_tokens=max_tokens)
     bench.advance(1)
     bench.order(1, rollback_epoch=1)
     bench.stager.finish(1)
@@ -448,6 +463,75 @@ def test_a_rollback_ends_what_was_under_way_under_a_policy_it_undoes():
     cancelled, kept = completions(bench.advance(4))
     assert (cancelled.rollout_id, cancelled.finish, cancelled.versions.tolist()) == ("0/0", Finish.CANCELLED, [])
     assert (kept.rollout_id, kept.finish, kept.versions.tolist()) == ("0/1", Finish.LENGTH, [1, 1])
+
+
+class TwoATime(FakeEngine):
+    """Samples two tokens of each sequence in a forward pass, as speculative decoding does."""
+
+    def step(self) -> list[Sampled]:
+        return [*super().step(), *super().step()]
+
+
+def test_a_pass_that_samples_several_tokens_of_a_sequence_gives_each_its_place_and_version():
+    bench = Bench(engine=TwoATime(max_model_tokens=4096, max_running=8, mean_tokens=10**9))
+    bench.ask("0/0", max_tokens=5)
+    bench.ask("0/1", max_tokens=8)
+    bench.advance(1)
+    bench.order(1)
+    bench.stager.finish(1)
+    shorter, longer = completions(bench.advance(3))
+    assert shorter.versions.tolist() == [0, 0, 1, 1, 1]
+    assert longer.versions.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [sampled_by(one) for one in (shorter, longer)] == [shorter.versions.tolist(), longer.versions.tolist()]
+
+
+class EndsWith:
+    """Finds a token in place of a text."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def end_in(self, token_ids: Sequence[int]) -> int | None:
+        return token_ids.index(self._token_id) + 1 if self._token_id in token_ids else None
+
+
+@pytest.mark.parametrize("max_tokens", [3, 9])
+def test_a_stop_string_ends_a_sequence_with_the_token_that_completes_it(max_tokens: int):
+    """Also where a pass has sampled a token after it, and where the sequence was to end with it anyway; the others go on."""
+    engine = TwoATime(max_model_tokens=4096, max_running=8, mean_tokens=10**9)
+    bench = Bench(engine=engine)
+    third = (SEED + 7919 * 3) % 1000
+    bench.loop = EngineLoop(engine, engine_id=3, stager=bench.stager, finder=lambda prompt, stop: cast("Any", EndsWith(third)))
+    sampling = Sampling(max_tokens=max_tokens, stop=("three",))
+    bench.loop.handle(Generate(rollout_id="0/0", attempt=0, token_ids=PROMPT, sampling=sampling))
+    bench.ask("0/1", max_tokens=6)
+    stopped, other = completions(bench.advance(3))
+    assert (stopped.rollout_id, stopped.finish, stopped.token_ids.tolist()[-1], len(stopped.token_ids)) == ("0/0", Finish.STOP, third, 3)
+    assert (other.rollout_id, other.finish, len(other.token_ids)) == ("0/1", Finish.LENGTH, 6)
+    assert not engine.running()
+
+
+class EndsLater(FakeEngine):
+    """Says what ended with a pass after its tokens, as where another sequence has more of them."""
+
+    def step(self) -> list[Sampled]:
+        (sampled,) = super().step()
+        nothing = sampled.only(np.zeros(len(sampled.rollout_ids), bool))
+        return [dataclasses.replace(sampled, finishes={}), dataclasses.replace(nothing, finishes=sampled.finishes)]
+
+
+def test_a_sequence_that_its_text_has_ended_ends_once():
+    engine = EndsLater(max_model_tokens=4096, max_running=8, mean_tokens=10**9)
+    bench = Bench(engine=engine)
+    third = (SEED + 7919 * 3) % 1000
+    bench.loop = EngineLoop(engine, engine_id=3, stager=bench.stager, finder=lambda prompt, stop: cast("Any", EndsWith(third)))
+    sampling = Sampling(max_tokens=3, stop=("three",))
+    bench.loop.handle(Generate(rollout_id="0/0", attempt=0, token_ids=PROMPT, sampling=sampling))
+    bench.ask("0/1", max_tokens=3)
+    assert [(one.rollout_id, one.finish, len(one.token_ids)) for one in completions(bench.advance(3))] == [
+        ("0/0", Finish.STOP, 3),
+        ("0/1", Finish.LENGTH, 3),
+    ]
 
 
 class Remembering(FakeEngine):
@@ -502,7 +586,7 @@ class Failing(FakeEngine):
 
     num_steps = 0
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[Sampled]:
         self.num_steps += 1
         if self.num_steps == 3:
             for rollout_id in list(self._requests):

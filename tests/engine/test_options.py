@@ -38,7 +38,8 @@ def test_what_vllm_takes_passes():
         ("compilation_config", 3.5, "is 3.5, expected a table (vLLM 0.32.0)"),
         ("scheduling_policy", "lifo", 'is \'lifo\', expected "fcfs" or "priority" (vLLM 0.32.0)'),
         ("max_model_len", 4096, "is model.max_tokens, which the rest of the run reads, too. Set that."),
-        ("async_scheduling", True, "is True, and has to be False: "),
+        ("async_scheduling", True, "is engine.async_scheduling, which the rest of the run reads, too. Set that."),
+        ("skip_tokenizer_init", False, "is False, and has to be True: "),
     ],
 )
 def test_what_vllm_would_refuse_later_is_refused_now(name: str, value: Any, problem: str):

@@ -43,7 +43,7 @@ def _sample(folder: Path, *, next_policy: Path) -> list[MicroBatch]:
     from safetensors.torch import load_file
 
     rows: list[MicroBatch] = []
-    with vllm_engine(folder, dtype="bfloat16", max_tokens=128, replay_routing=True) as engine:
+    with vllm_engine(folder, dtype="bfloat16", max_tokens=128, replay_routing=True, async_scheduling=True) as engine:
         loop, publisher = EngineLoop(engine, engine_id=0, stager=StagingThread(engine)), Publisher(engine)
         for version in (0, 1):
             if version:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pipelinerl.engine.base import Chunk
 from pipelinerl.messages import Generate, Sampling, StageWeights
 from tests import real_engine, tiny_models
 
@@ -22,15 +21,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(200)]
 PROMPT = list(range(20, 60))
 
 
-def sampled(engine: VllmEngine) -> Chunk:
-    """24 greedy tokens, as one chunk."""
+def sampled(engine: VllmEngine) -> tuple[list[int], list[float]]:
+    """24 greedy tokens and their log-probabilities."""
     sampling = Sampling(max_tokens=24, temperature=0.0)
     engine.submit(Generate(rollout_id="r", attempt=0, token_ids=np.array(PROMPT, np.int32), sampling=sampling), version=0)
-    chunks: list[Chunk] = []
-    while not chunks or chunks[-1].finish is None:
-        chunks += engine.step()
-    token_ids, logprobs = ([one for chunk in chunks for one in getattr(chunk, name)] for name in ("token_ids", "logprobs"))
-    return Chunk(rollout_id="r", token_ids=token_ids, logprobs=logprobs, finish=chunks[-1].finish)
+    passed = []
+    while not passed or not passed[-1].finishes:
+        passed += engine.step()
+    token_ids, logprobs = (np.concatenate([getattr(one, name) for one in passed]).tolist() for name in ("token_ids", "logprobs"))
+    return token_ids, logprobs
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,8 +38,8 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor / scales).round() * scales
 
 
-def by_transformers(folder: Path, weights: dict[str, torch.Tensor], chunk: Chunk, *, in_int8: bool) -> np.ndarray:
-    """Log-probabilities of the chunk's tokens by transformers, with what its linear layers read and hold rounded to int8, or not."""
+def by_transformers(folder: Path, weights: dict[str, torch.Tensor], token_ids: list[int], *, in_int8: bool) -> np.ndarray:
+    """Log-probabilities of these tokens by transformers, with what its linear layers read and hold rounded to int8, or not."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +50,7 @@ def by_transformers(folder: Path, weights: dict[str, torch.Tensor], chunk: Chunk
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.weight.data = rounded(module.weight.data)
                 module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
-    whole = torch.tensor([PROMPT + list(chunk.token_ids)])
+    whole = torch.tensor([PROMPT + token_ids])
     with torch.no_grad():
         found = torch.log_softmax(model(whole).logits[0, len(PROMPT) - 1 : -1], -1)
     return found.gather(1, whole[0, len(PROMPT) :, None])[:, 0].numpy()
@@ -75,8 +74,8 @@ def test_log_probabilities_are_those_of_the_rounded_model_also_after_a_swap(tmp_
             engine.stage(StageWeights(version=1, buffer=buffer, digest=digest))
             engine.commit()
             after = sampled(engine)
-    for chunk, weights in ((before, tensors), (after, others)):
-        rounding = np.abs(np.array(chunk.logprobs) - by_transformers(tmp_path, weights, chunk, in_int8=True))
-        quantisation = np.abs(np.array(chunk.logprobs) - by_transformers(tmp_path, weights, chunk, in_int8=False))
+    for (token_ids, logprobs), weights in ((before, tensors), (after, others)):
+        rounding = np.abs(np.array(logprobs) - by_transformers(tmp_path, weights, token_ids, in_int8=True))
+        quantisation = np.abs(np.array(logprobs) - by_transformers(tmp_path, weights, token_ids, in_int8=False))
         assert rounding.max() < quantisation.mean() / 3, "the engine computes what rounding to int8 gives"
         assert 1e-5 < quantisation.mean() < 0.1

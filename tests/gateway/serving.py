@@ -27,7 +27,7 @@ from orchestrator.stages.leasing import Leasing
 from pipelinerl.config import GatewaySection
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
-from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.base import Limits, Sampled
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.stop_strings import StopStrings
 from pipelinerl.gateway.episodes import Episodes
@@ -96,17 +96,19 @@ class ScriptedEngine:
         self._running.pop(rollout_id, None)
         self._num_said.pop(rollout_id, None)
 
-    def step(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        for name, (request, left) in list(self._running.items()) if not self.is_held else ():
-            token = left.pop(0)
+    def step(self) -> list[Sampled]:
+        token_ids: list[int] = []
+        finishes: dict[str, Finish] = {}
+        running = [] if self.is_held else list(self._running)
+        for name in running:
+            request, left = self._running[name]
+            token_ids.append(left.pop(0))
             self._num_said[name] += 1
-            is_full = self._num_said[name] >= request.sampling.max_tokens
-            finish = Finish.STOP if not left else Finish.LENGTH if is_full else None
-            if finish is not None:
+            if not left or self._num_said[name] >= request.sampling.max_tokens:
+                finishes[name] = Finish.LENGTH if left else Finish.STOP
                 self.cancel(name)
-            chunks.append(Chunk(rollout_id=name, token_ids=[token], logprobs=[-0.5], finish=finish))
-        return chunks
+        logprobs = np.full(len(running), -0.5, np.float32)
+        return [Sampled(rollout_ids=running, token_ids=np.array(token_ids, np.int32), logprobs=logprobs, finishes=finishes)]
 
     def stage(self, order: StageWeights) -> None:
         """Every policy is the same."""

@@ -12,10 +12,10 @@ Where all versions that may be served side by side have sequences, those of the 
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -25,6 +25,10 @@ from pipelinerl.errors import VersionNotHeld
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, views
+from pipelinerl.weights.timeline import Timeline, timeline_of
+
+Versions = Mapping[int, int]
+"""The version of the adapter in each place that sequences are served from."""
 
 
 def adapter_options(shape: AdapterShape) -> dict[str, Any]:
@@ -71,23 +75,24 @@ class Adapters:
         """Version of the staged adapter."""
         self._unserved = num_versions + 1
         """The place whose row is written next."""
-        self._versions: dict[int, int] = {1: 0}
-        """The version of the adapter in each place, by place, in the order in which they were filled."""
+        self.versions: Versions = {1: 0}
+        """The version of the adapter in each place, in the order in which they were filled. A commit makes another: a forward pass that is
+        under way keeps the one that it was launched under."""
         self._served: dict[str, int] = {}
         """Place by rollout."""
 
     def request_for(self, rollout_id: str, *, rollback_epoch: int, version: int | None = None) -> LoRARequest:
         """The adapter under which vLLM serves a new request: the newest, or that of a version. Raises `VersionNotHeld`."""
-        places = [place for place, held in self._versions.items() if version in (None, held)]
+        places = [place for place, held in self.versions.items() if version in (None, held)]
         if not places:
-            raise VersionNotHeld(f"the adapter of version {version} is not here: {sorted(self._versions.values())} are")
+            raise VersionNotHeld(f"the adapter of version {version} is not here: {sorted(self.versions.values())} are")
         place = places[-1]
         self._served[rollout_id] = place
-        return LoRARequest(lora_name=f"v{self._versions[place]}.{rollback_epoch}", lora_int_id=place, lora_path="in memory")
+        return LoRARequest(lora_name=f"v{self.versions[place]}.{rollback_epoch}", lora_int_id=place, lora_path="in memory")
 
-    def version_of(self, rollout_id: str) -> int:
-        """The version a running request is sampled under."""
-        return self._versions[self._served[rollout_id]]
+    def served_under(self, versions: Versions, rollout_ids: Sequence[str]) -> np.ndarray:
+        """[N] int32, the version that each of these running requests was sampled under where those were in force."""
+        return np.array([versions[self._served[rollout_id]] for rollout_id in rollout_ids], np.int32)
 
     def ended(self, rollout_id: str) -> None:
         """Forget a request."""
@@ -107,31 +112,40 @@ class Adapters:
         self._rows.stage(buffer, place=self._unserved)
 
     def commit(self) -> None:
-        undone = [place for place, version in self._versions.items() if version > self._version]
+        undone = [place for place, version in self.versions.items() if version > self._version]
         place = self._place_for_one_more()
         self._rows.commit(place=place, staged_at=self._unserved, undone=[other for other in undone if other != place])
         self.moved = frozenset(rollout_id for rollout_id, served in self._served.items() if served in {place, *undone})
-        self._versions |= dict.fromkeys(undone, self._version)
-        self._versions.pop(place, None)
-        self._versions[place] = self._version
+        kept = {other: version for other, version in self.versions.items() if other != place}
+        self.versions = kept | dict.fromkeys((*(other for other in undone if other != place), place), self._version)
 
     def _place_for_one_more(self) -> int:
         """A place for one more version: one never used, else one that no sequence needs, else the oldest."""
         used = collections.Counter(self._served.values())
         places = (place for place in range(1, self._num_versions + 2) if place != self._unserved)
-        free = next((place for place in places if place not in self._versions), None)
-        return free or next((place for place in self._versions if not used[place]), next(iter(self._versions)))
+        free = next((place for place in places if place not in self.versions), None)
+        return free or next((place for place in self.versions if not used[place]), next(iter(self.versions)))
 
 
 class AdapterRows:
     """Rows of adapters in a process's own layers: `Rows`."""
 
-    def __init__(self, manager: Any, *, layout: tuple[Tensor, ...], shape: AdapterShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        layout: tuple[Tensor, ...],
+        shape: AdapterShape,
+        device: torch.device,
+        timeline: Timeline | None = None,
+    ) -> None:
         """`manager` is the worker's LoRA manager. All rows begin with an adapter that changes nothing."""
         self._manager = manager
         self._layout = layout
         self._shape = shape
-        self._device = device
+        self._timeline = timeline or timeline_of(device)
+        self._left: object = None
+        """The end of what the device had been told to do at the last commit: passes that may still read the row which it left."""
         self._num_bytes = num_bytes(layout)
         self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8)
         self._live = torch.zeros(self._num_bytes, dtype=torch.uint8)
@@ -157,6 +171,7 @@ class AdapterRows:
         assert self._staged is not None
         self._live, model = self._staged
         self._staged = None
+        self._left = self._timeline.mark()
         self._exchange(place, staged_at)
         for other in undone:  # a rollback, which is rare: what no longer counts is overwritten, inside the pause
             self._write(model, self._row_of(other))
@@ -171,17 +186,13 @@ class AdapterRows:
         table[one], table[two] = other, place
 
     def _write(self, model: Any, row: int) -> None:
-        on_device = self._device.type != "cpu"
-        stream = torch.Stream(self._device) if on_device else None  # of its own: forward passes do not wait for it
-        with stream or contextlib.nullcontext():
+        with self._timeline.beside(self._left):
             for name, layer in self._manager.modules.items():
                 weights = self._manager._get_lora_layer_weights(model, name)
                 if weights is None:
                     layer.reset_lora(row)
                 else:
                     layer.set_lora(row, weights.lora_a, weights.lora_b)
-        if stream is not None:
-            stream.synchronize()
 
     def _model_in(self, buffer: torch.Tensor, *, place: int) -> Any:
         """The adapter in a buffer as vLLM has it, in memory of its own."""

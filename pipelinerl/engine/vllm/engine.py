@@ -1,8 +1,7 @@
 """vLLM in this process, driven one forward pass at a time.
 
-The engine core is stepped directly, below vLLM's output processing, so a reply costs no detokenisation and every token's step is known.
-`async_scheduling` is off: a step returns the tokens of its own forward pass, or, along a pipeline, of one whose beginning was noted, which
-makes the version stamp exact.
+The engine core is stepped directly, below vLLM's output processing, so a reply costs no detokenisation and every token's forward pass is
+known. Where several are under way, each was noted when it was launched (`passes`), which makes the version stamp exact.
 
 On CPU, vLLM repacks every linear weight into a kernel-private copy; `keep_plain_weights` turns that off before the model loads, so that
 a new policy can be taken by pointing parameters at it. See `packed` for how layers get packed kernels all the same.
@@ -10,8 +9,8 @@ a new policy can be taken by pointing parameters at it. See `packed` for how lay
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -31,19 +30,21 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.config.families import check_servable
-from pipelinerl.engine.base import Chunk, Limits
+from pipelinerl.engine.base import Limits, Sampled
 from pipelinerl.engine.budget import Budget, batched_tokens, plan_on
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
-from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, adapter_options
+from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, Versions, adapter_options
 from pipelinerl.engine.vllm.experts import device_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
+from pipelinerl.engine.vllm.passes import Passes, columns_of, prompt_logprobs_of
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies
 from pipelinerl.engine.vllm.registry import register_model
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
+from pipelinerl.engine.vllm.scheduling import choose_scheduling
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.errors import ConfigError, EngineError
-from pipelinerl.messages import Finish, Float32, Generate, Sampling, StageWeights, Tensor
+from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.machine import memory_bytes
 from pipelinerl.weights import manifest
@@ -97,11 +98,13 @@ class VllmEngine:
         if is_sharded := engine.num_ranks > 1:
             options |= {"worker_extension_cls": EXTENSION}
         self._num_engines = engine.count
-        self._llm = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
+        self._llm, scheduling = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
+        self._passes: Passes[int | Versions] = Passes(self._core)
+        self._is_pipelined = engine.num_stages > 1
         self._adapters: Adapters | None = None
         self._ranks = Ranks(self._llm) if is_sharded else None
-        if self._ranks is not None and engine.num_stages > 1:
+        if self._ranks is not None and self._is_pipelined:
             self._ranks.call("policy_pipeline")
         swap, layout, choice = self._make_swap(Path(model.path), adapters, weights, in_int8=engine.quantization == "int8")
         verify = manifest.verify if self._ranks is None else self._ranks.verify
@@ -114,13 +117,11 @@ class VllmEngine:
         self._num_submitted = 0
         self._ordered = self._version = 0
         """The policy ordered last, and the one in force."""
-        self._launched: collections.deque[int] = collections.deque()
-        """The policies under which the forward passes under way along a pipeline began, oldest first."""
         self.limits = Limits(
             max_model_tokens=self._llm.model_config.max_model_len,
             max_running=engine.max_running,
             tensors=layout,
-            choices=(*choices, choice),
+            choices=(*choices, scheduling, choice),
             transports=() if is_sharded else device_transports(),
         )
         self._prove_forward_pass(Path(model.path))
@@ -157,10 +158,10 @@ class VllmEngine:
             if self._routes is not None:
                 self._routes.forget(request_id)
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[Sampled]:
         try:
             with self._ranks.turns if self._ranks is not None else contextlib.nullcontext():
-                outputs, version = self._advance()
+                outputs, weights = self._passes.advance(self._version if self._adapters is None else self._adapters.versions)
         except Exception as error:  # whatever a forward pass raises: the engine is emptied, so that it can go on
             if self._ranks is not None:
                 self._ranks.raise_if_lost(error)
@@ -169,13 +170,12 @@ class VllmEngine:
                 self._forget_adapter(rollout_id)
             self._requests.clear()
             self._rollouts.clear()
-            while len(self._launched) > len(self._core.engine_core.batch_queue or ()):
-                self._launched.popleft()
+            self._passes.forget_failed()
             if self._routes is not None:
                 self._routes.forget()
             self._llm.reset_prefix_cache()
             raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
-        return [chunk for output in outputs if (chunk := self._chunk(output, version)) is not None]
+        return self._sampled(outputs, weights)
 
     def stage(self, order: StageWeights) -> None:
         self._weights.stage(order)
@@ -186,8 +186,8 @@ class VllmEngine:
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         self._weights.commit()
         self._version = self._ordered
-        if self._core.engine_core.batch_queue is not None:
-            return ()  # along a pipeline vLLM is in the middle of passes over these sequences
+        if self._is_pipelined:
+            return ()  # vLLM is in the middle of passes over these sequences
         goes_on = self._requests if self._adapters is None else self._adapters.moved
         dropped = [rollout_id for rollout_id in recompute if rollout_id in goes_on]
         if dropped:
@@ -201,7 +201,8 @@ class VllmEngine:
     def _drop_kv(self, request_ids: set[str]) -> None:
         """Preempt running requests, as vLLM does when its cache is full: resumed in the next pass, they are computed from their start.
 
-        None of them may read the prefix cache then: what it holds of them was computed under the policies before.
+        None of them may read the prefix cache then: what it holds of them was computed under the policies before. A token that a pass under
+        way samples of them is dropped, and sampled again.
         """
         scheduler = self._core.engine_core.scheduler
         for request in [request for request in reversed(scheduler.running) if request.request_id in request_ids]:
@@ -210,43 +211,43 @@ class VllmEngine:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    def _advance(self) -> tuple[list[EngineCoreOutput], int | None]:
-        """Have vLLM begin a forward pass, or end one, or both; what the ended one sampled, and under which policy.
+    def _sampled(self, outputs: list[EngineCoreOutput], weights: int | Versions) -> list[Sampled]:
+        """What a pass sampled under some weights, less what was cancelled since; requests that ended are forgotten."""
+        outputs = [output for output in outputs if output.request_id in self._rollouts]
+        if not outputs:
+            return []
+        if self._routes is not None:
+            for output in outputs:
+                self._routes.add(output.request_id, output.routed_experts, num_tokens=len(output.new_token_ids))
+        judged = {self._rollouts[output.request_id]: prompt_logprobs_of(output) for output in outputs if output.new_prompt_logprobs_tensors}
+        passed = []
+        for those, token_ids, logprobs in columns_of(outputs):
+            rollout_ids = [self._rollouts[output.request_id] for output in those]
+            versions = self._versions_of(rollout_ids, weights)
+            passed.append(Sampled(rollout_ids=rollout_ids, token_ids=token_ids, logprobs=logprobs, versions=versions))
+        if judged:
+            passed[0] = dataclasses.replace(passed[0], prompt_logprobs=judged)
+        if ended := {output.request_id: _FINISHES[output.finish_reason] for output in outputs if output.finish_reason is not None}:
+            passed[-1] = self._with_ends(passed[-1], ended)
+        return passed
 
-        Along a pipeline several are under way, and each call begins one at most, and ends the oldest at most. Without one there is no queue
-        of them: a pass ends in the call that begins it.
-        """
-        queue = self._core.engine_core.batch_queue
-        if queue is None:
-            return self._core.get_output().outputs, None
-        before = len(queue)
-        outputs = self._core.get_output().outputs
-        if len(queue) >= max(1, before):
-            self._launched.append(self._version)
-        return outputs, self._launched.popleft() if len(self._launched) > len(queue) else None
+    def _versions_of(self, rollout_ids: list[str], weights: int | Versions) -> int | np.ndarray:
+        if isinstance(weights, int):
+            return weights
+        assert self._adapters is not None
+        return self._adapters.served_under(weights, rollout_ids)
 
-    def _chunk(self, output: EngineCoreOutput, version: int | None) -> Chunk | None:
-        rollout_id = self._rollouts.get(output.request_id)
-        if rollout_id is None:
-            return None
-        if self._adapters is not None:
-            version = self._adapters.version_of(rollout_id)
-        if output.finish_reason is not None:
-            del self._rollouts[output.request_id]
+    def _with_ends(self, sampled: Sampled, ended: dict[str, Finish]) -> Sampled:
+        """Add the sequences that ended with a pass, by vLLM's request ids, and forget them."""
+        finishes, routes = {}, {}
+        for request_id, finish in ended.items():
+            rollout_id = self._rollouts.pop(request_id)
             del self._requests[rollout_id]
             self._forget_adapter(rollout_id)
-        if self._routes is not None:
-            self._routes.add(output.request_id, output.routed_experts, num_tokens=len(output.new_token_ids))
-        logprobs = output.new_logprobs
-        return Chunk(
-            rollout_id=rollout_id,
-            token_ids=list(output.new_token_ids),
-            logprobs=[] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist(),
-            finish=None if output.finish_reason is None else _FINISHES[output.finish_reason],
-            version=version,
-            routes=self._routes.take(output.request_id) if self._routes is not None and output.finish_reason is not None else None,
-            prompt_logprobs=None if (prompt := output.new_prompt_logprobs_tensors) is None else _with_first(prompt.logprobs[:, 0]),
-        )
+            finishes[rollout_id] = finish
+            if self._routes is not None and (taken := self._routes.take(request_id)) is not None:
+                routes[rollout_id] = taken
+        return dataclasses.replace(sampled, finishes=finishes, routes=routes)
 
     def _make_swap(
         self, folder: Path, adapters: AdapterShape | None, weights: WeightsSection, *, in_int8: bool
@@ -328,7 +329,10 @@ class VllmEngine:
         return self._worker.model_runner
 
 
-def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, options: dict[str, Any]) -> LLMEngine:
+def _load(
+    *, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, options: dict[str, Any]
+) -> tuple[LLMEngine, str]:
+    """Load vLLM; with the way in which it schedules forward passes, in a sentence."""
     on_cpu = not torch.cuda.is_available()
     options = {
         "model": str(model.path),
@@ -338,7 +342,7 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         "kv_cache_memory_bytes": _kv_cache_bytes(model, engine, rollout, on_cpu=on_cpu),
         "enforce_eager": on_cpu,
         **({} if on_cpu else device_options(replay_routing=model.replay_routing)),
-        "async_scheduling": False,
+        "async_scheduling": engine.async_scheduling,
         "disable_log_stats": True,
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
@@ -352,7 +356,10 @@ def _load(*, model: ModelSection, engine: EngineSection, rollout: RolloutSection
         config = EngineArgs(**options).create_engine_config()
         if start_method is not None:  # on CPUs vLLM sets another
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
-        return LLMEngine.from_vllm_config(config, disable_log_stats=bool(options["disable_log_stats"]))
+        scheduling = choose_scheduling(config, engine.async_scheduling)
+        return LLMEngine.from_vllm_config(config, disable_log_stats=bool(options["disable_log_stats"])), scheduling
+    except ConfigError:
+        raise
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
 
@@ -372,11 +379,6 @@ def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection,
         return None
     num_parameters = sum(math.prod(shape) for shape in checkpoint_shapes(Path(model.path)).values())
     return plan_on(gpus, model, engine, rollout, num_parameters=num_parameters, stages_policies=stages_policies)
-
-
-def _with_first(logprobs: torch.Tensor) -> Float32:
-    """[P] of a prompt's log-probabilities, NaN for its first token: nothing stands before it."""
-    return np.append(np.float32(np.nan), logprobs.float().numpy())
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

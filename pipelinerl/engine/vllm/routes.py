@@ -75,6 +75,8 @@ class RouteRecorder:
         """[batch, k] choices of the pass under way, by layer."""
         self._parts: dict[str, list[tuple[int, np.ndarray]]] = {}
         """First position and [rows, layers, k] of every pass, by request."""
+        self._num_tokens: dict[str, int] = {}
+        """Of the prompt and what was sampled so far, by request."""
         self._runner = runner
         self._execute = runner.execute_model
         runner.execute_model = self._recorded
@@ -82,28 +84,34 @@ class RouteRecorder:
             router.set_capture_fn(self._capture(layer))
 
     def begin(self, request_id: str, *, num_prompt_tokens: int) -> None:
-        """A request is known by its first pass."""
+        """Expect the routes of a request."""
+        self._num_tokens[request_id] = num_prompt_tokens
 
     def add(self, request_id: str, rows: np.ndarray | None, *, num_tokens: int) -> None:
-        """Its passes were recorded already."""
+        """Note that so many tokens came; their passes were recorded already."""
+        self._num_tokens[request_id] += num_tokens
 
     def take(self, request_id: str) -> Routes | None:
-        """The routes of a finished request, for every token but its last, and forget them; None where no pass was recorded."""
-        parts = self._parts.pop(request_id, [])
+        """The routes of a finished request, for every token but its last, and forget them; None where no pass was recorded.
+
+        With asynchronous scheduling its last token has been through a pass of its own before it was known to be the last.
+        """
+        parts, num_tokens = self._parts.pop(request_id, []), self._num_tokens.pop(request_id, 0)
         if not parts:
             return None
         num_rows = max(start + len(rows) for start, rows in parts)
         table = np.full((num_rows, *parts[0][1].shape[1:]), np.iinfo(self._dtype).max, self._dtype)
         for start, rows in parts:
             table[start : start + len(rows)] = rows
-        return routes_of(table)
+        return routes_of(table[: num_tokens - 1])
 
     def forget(self, request_id: str | None = None) -> None:
         """Drop what is known of a request that was cancelled; by default of all."""
-        if request_id is None:
-            self._parts.clear()
-        else:
-            self._parts.pop(request_id, None)
+        for known in (self._parts, self._num_tokens):
+            if request_id is None:
+                known.clear()
+            else:
+                known.pop(request_id, None)
 
     def _capture(self, layer: int) -> Any:
         def capture(expert_ids: Any) -> None:

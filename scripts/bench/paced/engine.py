@@ -9,8 +9,10 @@ import argparse
 import time
 from pathlib import Path
 
+import numpy as np
+
 from pipelinerl.config.file import load_run
-from pipelinerl.engine.base import Chunk
+from pipelinerl.engine.base import Sampled
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.server import serve
 from pipelinerl.messages import ToEngine
@@ -30,23 +32,24 @@ class PacedEngine(FakeEngine):
         self._hold_s = hold_s
         self._num_slots = max_running
         self._next_at = 0.0
-        self._held: list[tuple[float, Chunk]] = []
+        self._held: list[tuple[float, Sampled]] = []
         """When each is given back."""
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> list[Sampled]:
         time.sleep(max(0.0, self._next_at - time.monotonic()))
         now = time.monotonic()
         self._next_at = max(self._next_at, now) + self._pass_s
-        decoding = self._num_slots - len(self._held)
-        chunks = self._pass(decoding)
+        decoding = self._num_slots - sum(len(held.rollout_ids) for _, held in self._held)
+        (sampled,) = self._pass(decoding)
         if not self._hold_s:
-            return chunks
-        self._held += [(now + self._hold_s, chunk) for chunk in chunks if chunk.finish is not None]
-        due = [chunk for at, chunk in self._held if at <= now]
-        self._held = [(at, chunk) for at, chunk in self._held if at > now]
-        return [chunk for chunk in chunks if chunk.finish is None] + due
+            return [sampled]
+        ends = np.array([rollout_id in sampled.finishes for rollout_id in sampled.rollout_ids], bool)
+        self._held += [(now + self._hold_s, sampled.only(ends))] if ends.any() else []
+        due = [held for at, held in self._held if at <= now]
+        self._held = [(at, held) for at, held in self._held if at > now]
+        return [sampled.only(~ends), *due]
 
-    def _pass(self, num_slots: int) -> list[Chunk]:
+    def _pass(self, num_slots: int) -> list[Sampled]:
         limits, self.limits = (
             self.limits,
             type(self.limits)(max_model_tokens=self.limits.max_model_tokens, max_running=num_slots, tensors=()),
