@@ -175,7 +175,7 @@ def request(
     stop: tuple[int, ...] = (),
     **options: bool,
 ) -> Generate:
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, **options)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, **options)  # pyright: ignore[reportArgumentType]
     return Generate(rollout_id=rollout_id, attempt=0, token_ids=np.array(prompt, np.int32), sampling=sampling)
 
 
