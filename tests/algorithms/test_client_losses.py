@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_dro_pulls_towards_what_was_sampled_with():
 
 
 def test_gspo_has_one_ratio_for_a_datum_of_the_tokens_in_its_mask():
-    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}
+    wide: dict[str, Any] = {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}
     value, gradient = loss_and_gradient("gspo", mask=[1.0, 1.0, 0.0], **wide)
     ratio = math.sqrt(1.5 * 0.5)
     assert value == pytest.approx(-ratio * sum(ADVANTAGES))

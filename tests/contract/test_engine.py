@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -173,7 +173,7 @@ def request(
     max_tokens: int = 8,
     temperature: float = 0.0,
     stop: tuple[int, ...] = (),
-    **options: bool,
+    **options: Any,
 ) -> Generate:
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, **options)  # pyright: ignore[reportArgumentType]
     return Generate(rollout_id=rollout_id, attempt=0, token_ids=np.array(prompt, np.int32), sampling=sampling)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pipelinerl.tinker.backend import Publication
@@ -27,7 +29,7 @@ def spans(*, offset: int = 0, length: int = 3, name: str = "s/0") -> list[Span]:
     ]
 
 
-def look(found: Provenance, *, targets: list[int], model_id: str = "m", num_steps: int = 6, **options: int) -> Facts:
+def look(found: Provenance, *, targets: list[int], model_id: str = "m", num_steps: int = 6, **options: Any) -> Facts:
     return found.look(spans(**options), targets=np.array(targets, np.int32), model_id=model_id, num_steps=num_steps)
 
 

@@ -300,7 +300,8 @@ def test_what_is_published_is_the_model_asked_for_and_the_one_in_use_stays(tmp_p
 def test_what_a_client_does_wrong_is_its_answer_and_nothing_is_computed(tmp_path: Path, changes: dict[str, Any], words: str):
     served = Served(make_folder(tmp_path, family="qwen2"))
     served.open("a")
-    failed = served.ask(ForwardBackward(request_id=3, options={}, **({"model_id": "a", "loss": "cross_entropy"} | data() | changes)))
+    fields: dict[str, Any] = {"model_id": "a", "loss": "cross_entropy", **data(), **changes}
+    failed = served.ask(ForwardBackward(request_id=3, options={}, **fields))
     assert isinstance(failed, RequestFailed)
     assert failed.is_asker_wrong
     assert words in failed.error
