@@ -26,16 +26,18 @@ class Channels:
     turns: Channel[Turn] | None
     """None in a run without an environment."""
     generated: Channel[Trajectory]
-    """The same as `trajectories` in a run without a process reward model."""
+    """The same as `trajectories` in a run without a process reward model and without a script."""
     trajectories: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
     prm_scored: Channel[ScoredTrajectory]
-    """The same as `scored` in a run without a process reward model."""
+    """The same as `scored` in a run without a process reward model and without a script, which hands batching its groups itself."""
     group_scored: Channel[ScoredTrajectory]
     """The same as `prm_scored` in a run without rewards that compare siblings."""
     packed: Channel[Row | StepEnd]
     """From the packing half of batching, to the half that waits for the ledger."""
     rows: Channel[Row | StepEnd]
+    policies: Channel[TrainerReady | PolicyPublished]
+    """From training; the same as `published` in a run without a script."""
     published: Channel[TrainerReady | PolicyPublished]
 
     @property
@@ -53,6 +55,7 @@ def make_channels(
     has_environment: bool = False,
     has_prm: bool = False,
     compares_siblings: bool = False,
+    in_script: bool = False,
 ) -> Channels:
     """Make the channels of a run. `queue_bytes` bounds each channel of tokens; `num_policies` is how many there will be, each a few bytes.
 
@@ -65,21 +68,24 @@ def make_channels(
         return Channel(name, giver=giver, taker=taker, watch=watch, bound_bytes=bound, size=size, label=_about)
 
     last = "group_rewards" if compares_siblings else "batching"
-    trajectories = channel("trajectories", "prm" if has_prm else "generation", "scoring")
-    scored = channel("scored", "scoring", "prm" if has_prm else last)
-    prm_scored = channel("prm_scored", "prm", last) if has_prm else scored
+    between = "script" if in_script else "prm" if has_prm else None
+    trajectories = channel("trajectories", between or "generation", "scoring")
+    scored = channel("scored", "scoring", between or last)
+    prm_scored = scored if between is None else channel("prm_scored", between, last)
+    policies = channel("policies", "training", "script" if in_script else "weight_sync", most=num_policies)
     return Channels(
-        prompts=channel("prompts", "prompts", "generation", most=PROMPTS_AHEAD),
+        prompts=channel("prompts", "script" if in_script else "prompts", "generation", most=PROMPTS_AHEAD),
         completions=channel("completions", "engines", "generation"),
         turns=channel("turns", "generation", "environment") if has_environment else None,
-        generated=channel("generated", "generation", "prm") if has_prm else trajectories,
+        generated=trajectories if between is None else channel("generated", "generation", between),
         trajectories=trajectories,
         scored=scored,
         prm_scored=prm_scored,
         group_scored=channel("group_scored", "group_rewards", "batching") if compares_siblings else prm_scored,
         packed=channel("packed", "batching", "ledger"),
         rows=channel("rows", "batching", "training"),
-        published=channel("policies", "training", "weight_sync", most=num_policies),
+        policies=policies,
+        published=channel("published", "script", "weight_sync", most=num_policies) if in_script else policies,
     )
 
 

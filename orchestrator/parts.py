@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from orchestrator.channels import Channels
 from orchestrator.data.prompt_progress import PromptProgress
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.snapshot import read_snapshot
+from orchestrator.ledger.snapshot import InterruptedGroup, read_snapshot
 from orchestrator.observe.function_errors import FunctionErrors
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.adaptive_concurrency import adapt_concurrency
@@ -23,19 +24,22 @@ from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.admission import Admission, schedule_of
-from orchestrator.rules.batch import GroupAdvantages, StepRules
+from orchestrator.rules.batch import BatchCut, GroupAdvantages, StepRules
 from orchestrator.rules.dispatch import Dispatch, dispatch_of
 from orchestrator.rules.group_cut import GroupCut, group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
+from orchestrator.rules.script import ScriptBook, ScriptCut
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.agent_turns import AgentTurns
+from orchestrator.stages.held_policies import HeldPolicies
 from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Source
+from orchestrator.stages.script import Script
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
@@ -47,6 +51,10 @@ from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.base import Hub
 
+MAX_ASKED_BY_SCRIPT = 1 << 20
+"""Requests that engines may say they have in a script's run, where no count of groups bounds them. A larger value only lets a dishonest
+engine fill memory.
+"""
 NUM_SCORERS = 1
 """Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
 
@@ -74,6 +82,8 @@ class Dependencies:
     """Tokens that the model knows; None where its folder does not say."""
     experts: Experts | None = None
     """The size of a mixture of experts whose routes travel; None where none do."""
+    in_script: bool = False
+    """True where a script says what is sampled, scored and trained (`orchestrator.controller`)."""
     is_replay: bool = False
     """True where recorded peers answer: what they say is not checked, and no number of dropped groups ends the run."""
 
@@ -94,7 +104,7 @@ class Parts:
         """Set whenever another group might be admitted."""
         self.adds_greedy = given.step_rules is not None and given.step_rules.adds_greedy
         self.num_siblings = config.rollout.group_size + self.adds_greedy
-        self.schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
+        self.schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness, in_script=given.in_script)
         given.ledger.begin(self._settings(), now_s=self.started_s, unix_s=given.journal.clock())
         self.past = read_snapshot(given.ledger)
         self.prompt_progress = PromptProgress(source=given.source, config=config, ledger=given.ledger)
@@ -120,7 +130,7 @@ class Parts:
         num_evaluated = len(given.held_out) * config.evaluation.samples
         # Not `max_running`: episodes go on, and what was lost is asked for again, above it.
         num_turns = 0 if config.gateway is None else config.gateway.max_episodes * config.gateway.max_parallel
-        max_outstanding = num_admitted + num_evaluated + num_turns
+        max_outstanding = num_admitted + num_evaluated + num_turns + MAX_ASKED_BY_SCRIPT * given.in_script
         self.announcement_check = (
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
@@ -204,7 +214,7 @@ class Parts:
         return {
             "group_size": config.rollout.group_size,
             "has_greedy_baseline": self.adds_greedy,
-            "groups_per_step": config.batch.groups_per_step,
+            "groups_per_step": None if self.given.in_script else config.batch.groups_per_step,
             "max_row_tokens": config.batch.max_tokens,
             "max_turns": config.environment.max_turns if config.environment.is_used else None,
             "has_stateful_environment": config.environment.cls is not None,
@@ -270,6 +280,58 @@ class Parts:
         ledger, watch = self.given.ledger, self.watch
         return Leasing(gateway=self.gateway, engines=self.engines, turns=turns, ledger=ledger, watch=watch, section=section)
 
+    def script(self, channels: Channels) -> Script | None:
+        """Return the stage of a script, in a run that one drives."""
+        config, past, rules = self.config, self.past, self.given.step_rules
+        if not self.given.in_script:
+            return None
+        intended = past.intended if past.intended is not None and past.intended.step == past.open_step else None
+        next_step = past.open_step + (intended is not None)
+        bound = {"max_staleness": self.schedule.max_staleness, "withhold": rules.withhold if rules is not None else None}
+        held = HeldPolicies(
+            policies=channels.policies,
+            published=channels.published,
+            trainer=self.trainer,
+            num_replicas=config.trainer.layout.replicas,
+        )
+        held.publish(next_step)  # engines of a script that goes on take what the one before has trained
+        script = Script(
+            prompts=channels.prompts,
+            generated=channels.generated,
+            to_score=channels.trajectories,
+            scored=channels.scored,
+            held=held,
+            book=ScriptBook(num_steps=config.trainer.steps, first_step=next_step, **bound),
+            cut=ScriptCut(first_step=past.open_step),
+            admission=self.admission,
+            ledger=self.given.ledger,
+            watch=self.watch,
+            queue_bytes=config.pipeline.queue_bytes,
+            num_siblings=config.rollout.group_size,
+            adds_greedy=self.adds_greedy,
+            past=past,
+            intended=intended,
+            position=lambda: self.given.source.position,
+        )
+        self.progress.on_trained = script.hear_done
+        return script
+
+    def cut(self) -> BatchCut:
+        """Return the rule that makes steps of groups as they come."""
+        return BatchCut(
+            groups_per_step=self.config.batch.groups_per_step,
+            max_staleness=self.schedule.max_staleness,
+            min_group_size=self.config.batch.min_group_size,
+            group_advantages=self.given.group_advantages,
+            rules=self.given.step_rules,
+            first_step=self.past.open_step,
+        )
+
+    @property
+    def interrupted(self) -> tuple[InterruptedGroup, ...]:
+        """The groups to issue again; those of a script that is gone are not."""
+        return () if self.given.in_script else self.past.interrupted
+
     def grouping(self) -> Grouping:
         """Return a collection of siblings, to which groups that were complete before do not come again."""
         return Grouping(group_size=self.num_siblings, first_group_id=self.past.next_group_id, still_open=self.past.running_groups)
@@ -277,6 +339,8 @@ class Parts:
     def restored(self, stage: str) -> tuple[ScoredTrajectory, ...]:
         """Return the trajectories that were scored and not assigned before a restart, for the stage that is next to see them."""
         past, compares = self.past, self.config.compares_siblings
+        if self.given.in_script:  # what a script has not trained ends with it
+            return ()
 
         def next_stage(rollout_id: str) -> str:
             if compares and rollout_id in past.group_scored:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from orchestrator.channels import make_channels
 from orchestrator.parts import Parts
 from orchestrator.recovery.open_steps import OpenSteps
-from orchestrator.rules.batch import BatchCut
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.generation import Generation
@@ -47,10 +46,14 @@ class Pipeline:
             has_environment=config.environment.is_used,
             has_prm=config.prm.is_used,
             compares_siblings=config.compares_siblings,
+            in_script=parts.given.in_script,
         )
+        self.script = parts.script(self.channels)
         every = (*self._stages_of_rollouts(parts), *self._stages_of_steps(parts))
         self.stages: tuple[Stage, ...] = tuple(stage for stage in every if stage is not None)
         """The stages of this run, in the order of the flow."""
+        if self.script is not None:  # `parts.given.in_script`
+            self.script.join(self.stages)
 
     def _stages_of_rollouts(self, parts: Parts) -> Iterator[Stage | None]:
         config, past, channels, ledger = parts.config, parts.past, self.channels, parts.given.ledger
@@ -82,7 +85,7 @@ class Pipeline:
             )
             parts.engines.requests.on_tokens(self.prm.take)
         self.leasing = parts.leasing()
-        yield Prompts(source=parts.given.source, prompts=channels.prompts)
+        yield self.script or Prompts(source=parts.given.source, prompts=channels.prompts)
         yield Generation(
             prompts=channels.prompts,
             completions=channels.completions,
@@ -103,7 +106,7 @@ class Pipeline:
             dispatch=parts.dispatch,
             group_cut=parts.group_cut,
             next_group_id=past.next_group_id,
-            interrupted=past.interrupted,
+            interrupted=parts.interrupted,
         )
         yield self.environment
         yield self.leasing
@@ -134,14 +137,7 @@ class Pipeline:
             packed=channels.packed,
             rows=channels.rows,
             grouping=parts.grouping(),
-            cut=BatchCut(
-                groups_per_step=config.batch.groups_per_step,
-                max_staleness=parts.schedule.max_staleness,
-                min_group_size=config.batch.min_group_size,
-                group_advantages=given.group_advantages,
-                rules=given.step_rules,
-                first_step=past.open_step,
-            ),
+            cut=parts.cut() if self.script is None else self.script.cut,
             packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
             admission=parts.admission,
             credits=parts.credits,
@@ -151,11 +147,11 @@ class Pipeline:
             causes=parts.function_errors.words,
             settled=parts.prompt_progress.settled,
             restored=parts.restored("batching"),
-            open_step=past.steps.get(past.open_step),
+            open_step=past.steps.get(past.open_step) if self.script is None else None,
         )
         self.training = Training(
             rows=channels.rows,
-            published=channels.published,
+            published=channels.policies,
             trainer=parts.trainer,
             num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,

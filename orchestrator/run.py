@@ -17,7 +17,7 @@ from pipelinerl.messages import Stop
 from pipelinerl.observe.fold.rows import Alarm
 from pipelinerl.runtime.watch import wait_for
 
-STAGES_OF_TRAINER = ("training", "weight_sync")
+STAGES_OF_TRAINER = ("training", "held_policies", "weight_sync")
 """Stages that go on while a stopped run saves: they hear of the last steps, and bring their policies to the engines."""
 
 
@@ -41,41 +41,45 @@ class Run:
         self._config = config
         self._journal = given.journal
         self._ledger = given.ledger
-        self._parts = parts = Parts(config, given)
-        self._pipeline = Pipeline(parts)
+        self.parts = parts = Parts(config, given)
+        self.pipeline = Pipeline(parts)
+        self.ready = asyncio.Event()
+        """Set once every peer is there, and the stages run."""
+        self.result: RunResult | None = None
+        """How it ended; None until then."""
         self._stop_reason: str | None = None
         self._stopped = asyncio.Event()
         self._evaluates_when_stopped = False
         self._is_training = False
         """True while rows may be on their way to the trainer, and its messages about them on their way back."""
-        self._evaluation = Evaluation(
+        self.evaluation = Evaluation(
             prompts=given.held_out,
             section=config.evaluation,
             correct_reward=config.algorithm.correct_reward,
             engines=parts.engines,
             scorers=parts.scorers,
-            pins=self._pipeline.weight_sync,
+            pins=self.pipeline.weight_sync,
             sampling=parts.sampling(temperature=config.evaluation.temperature),
-            environment=self._pipeline.environment,
+            environment=self.pipeline.environment,
             journal=given.journal,
             ledger=given.ledger,
             watch=parts.watch,
             results=list(parts.past.evaluations),
             on_evaluated=parts.progress.evaluated,
         )
-        prm, environment, leasing = self._pipeline.prm, self._pipeline.environment, self._pipeline.leasing
+        prm, environment, leasing = self.pipeline.prm, self.pipeline.environment, self.pipeline.leasing
         self._status = Status(
             journal=given.journal,
             ledger=given.ledger,
             admission=parts.admission,
             engines=parts.engines,
             scorers=parts.scorers,
-            channels=self._pipeline.channels.queues,
+            channels=self.pipeline.channels.queues,
             refused=parts.refused,
             watch=parts.watch,
             progress=parts.progress,
             num_steps=config.trainer.steps,
-            num_booked=lambda: self._pipeline.training.steps.num_booked,
+            num_booked=lambda: self.pipeline.training.steps.num_booked,
             prm=prm.gauges if prm else lambda: None,
             environment=environment.gauges if environment else lambda: None,
             gateway=leasing.gauges if leasing else lambda: None,
@@ -86,7 +90,7 @@ class Run:
     async def run(self) -> RunResult:
         """Wait for the peers, run the stages to the end, evaluate, tell everyone to stop. Raises the first error of any stage or peer."""
         async with asyncio.TaskGroup() as group:
-            service = [group.create_task(task.run()) for task in (*self._parts.peers, self._status)]
+            service = [group.create_task(task.run()) for task in (*self.parts.peers, self._status)]
             main = group.create_task(self._main())
             stop = group.create_task(self._stopped.wait())
             await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -94,11 +98,12 @@ class Run:
                 await asyncio.wait((main,))
             main.cancel()
             stop.cancel()
-            for peers in self._parts.peers:
+            for peers in self.parts.peers:
                 peers.dismiss(Stop(reason=self._reason))
             for task in service:
                 task.cancel()
-        return self._end()
+        self.result = self._end()
+        return self.result
 
     def stop(self, reason: str, *, evaluates: bool = True) -> None:
         """End the run early. The trainer saves and publishes its policy, which is recorded, and, with `evaluates`, evaluated."""
@@ -113,18 +118,19 @@ class Run:
 
     async def _main(self) -> None:
         await self._wait_for_peers()
-        past, version = self._parts.past, self._pipeline.training.session.version
-        self._parts.admission.restore(accepted=past.num_assigned_groups, running=len(past.running_groups), version=version)
+        past, version = self.parts.past, self.pipeline.training.session.version
+        num_running = len(past.running_groups) if self.pipeline.script is None else self.pipeline.script.num_intended_groups
+        self.parts.admission.restore(accepted=past.num_assigned_groups, running=num_running, version=version)
         async with asyncio.TaskGroup() as group:
-            watchdog = group.create_task(self._parts.watch.run(), name="watchdog")
+            watchdog = group.create_task(self.parts.watch.run(), name="watchdog")
             last_version = await self._train(version)
-            if last_version is not None:
-                await self._evaluation.evaluate(last_version)
+            if last_version is not None and self.pipeline.script is None:
+                await self.evaluation.evaluate(last_version)
             watchdog.cancel()
 
     async def _wait_for_peers(self) -> None:
-        parts, engine, trainer = self._parts, self._config.engine, self._config.trainer
-        session = self._pipeline.training.session
+        parts, engine, trainer = self.parts, self._config.engine, self._config.trainer
+        session = self.pipeline.training.session
         for peers, peer, what, deadline_s in (
             (parts.engines, "engines", "to load the model", engine.ready_deadline_s),
             (parts.scorers, "scorers", "to load the rewards", engine.ready_deadline_s),
@@ -140,19 +146,23 @@ class Run:
 
     async def _train(self, version: int) -> int | None:
         """Run the stages until the last step is trained, or until stopped; return the version to evaluate at the end, None for none."""
-        if not version:
-            await self._evaluation.evaluate(0)
+        script = self.pipeline.script
+        if not version and script is None:  # a script evaluates when it wants to
+            await self.evaluation.evaluate(0)
         self._is_training = True
+        self.ready.set()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(stage.run(), name=stage.name) for stage in self._pipeline.stages]
-            tasks.append(group.create_task(self._evaluation.follow(self._parts.engines.oldest_version), name="evaluation"))
-            finished = group.create_task(self._pipeline.training.finished.wait())
+            stages = (*self.pipeline.stages, *([script.held] if script is not None else ()))
+            tasks = [group.create_task(stage.run(), name=stage.name) for stage in stages]
+            if script is None:
+                tasks.append(group.create_task(self.evaluation.follow(self.parts.engines.oldest_version), name="evaluation"))
+            finished = group.create_task((self.pipeline.training.finished if script is None else script.left).wait())
             stopped = group.create_task(self._stopped.wait())
             await asyncio.wait((finished, stopped), return_when=asyncio.FIRST_COMPLETED)
             if finished.done():
                 self._is_training = False  # there is nothing left to save: a stop from now on ends at once
                 last_version: int | None = self._config.trainer.steps
-                await self._in_force(self._config.trainer.steps)
+                await self.in_force(self._config.trainer.steps)
             else:
                 for task in tasks:
                     if task.get_name() not in STAGES_OF_TRAINER:
@@ -164,7 +174,7 @@ class Run:
 
     async def _end_training(self) -> int | None:
         """Have the trainer save and publish its policy, and record that; return the version to evaluate, None for none."""
-        training, watch, deadline_s = self._pipeline.training, self._parts.watch, self._config.trainer.silent_after_s
+        training, watch, deadline_s = self.pipeline.training, self.parts.watch, self._config.trainer.silent_after_s
         self._journal.write("stopping", reason=self._reason, evaluates=self._evaluates_when_stopped)
         try:
             with watch.waiting("pipeline", "the trainer to save what it has trained"):
@@ -173,16 +183,16 @@ class Run:
                 await wait_for(training.session.ended.wait(), peer="trainer", what="to save what it has trained", deadline_s=deadline_s)
             if not self._evaluates_when_stopped or not training.last_version:
                 return None
-            await wait_for(self._in_force(training.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)
+            await wait_for(self.in_force(training.last_version), peer="engines", what="to commit the last policy", deadline_s=deadline_s)
         except PeerSilent as error:
             self._journal.write("choice", text=f"the run ends without its last evaluation: {error}")
             return None
         return training.last_version
 
-    async def _in_force(self, version: int) -> None:
-        """Wait until every engine samples under the last policy, which the final evaluation is about."""
-        engines = self._parts.engines
-        with self._parts.watch.waiting("pipeline", "engines to commit the last policy"):
+    async def in_force(self, version: int) -> None:
+        """Wait until every engine samples under a policy that no other follows, which an evaluation is to be about."""
+        engines = self.parts.engines
+        with self.parts.watch.waiting("pipeline", f"engines to commit policy {version}"):
             while not engines.all_hold(version):
                 await engines.changed.wait()
 
@@ -190,9 +200,9 @@ class Run:
         now_s, reason = asyncio.get_running_loop().time(), self._reason
         rollouts = self._ledger.finish(reason, now_s=now_s)
         self._journal.write("status", **self._status.gauges(now_s=now_s))
-        self._parts.function_errors.finish()
-        self._journal.write("end", reason=reason, rollouts=dataclasses.asdict(rollouts), elapsed_s=now_s - self._parts.started_s)
-        evaluations, pauses_s = tuple(self._evaluation.results), tuple(self._parts.progress.pauses_s)
+        self.parts.function_errors.finish()
+        self._journal.write("end", reason=reason, rollouts=dataclasses.asdict(rollouts), elapsed_s=now_s - self.parts.started_s)
+        evaluations, pauses_s = tuple(self.evaluation.results), tuple(self.parts.progress.pauses_s)
         return RunResult(reason=reason, rollouts=rollouts, evaluations=evaluations, pauses_s=pauses_s)
 
     @property

@@ -20,6 +20,11 @@ PipelineError
         VersionNotHeld   the request names a version that the engine does not hold
     MismatchError        engine and trainer disagree about log-probabilities of the same weights
     Stalled              the watchdog saw no progress within its limit
+    ScriptError          a script asks its controller for what cannot be
+        NobodySends        it awaits what nobody will send
+        NothingTrained     it publishes, or saves, what was not trained
+        TrainedTwice       it trains, or scores, a rollout for a second time
+        RolloutsUnread     it leaves rollouts unread that it has asked for
 
 A message says what, which one, got, expected, and what to do.
 """
@@ -107,3 +112,23 @@ class MismatchError(PipelineError):
 
 class Stalled(PipelineError):
     """Nothing moved within the watchdog's limit."""
+
+
+class ScriptError(PipelineError):
+    """A script asks its controller for what cannot be; raised by the call that asks."""
+
+
+class NobodySends(ScriptError):
+    """A script awaits what nobody will send: rollouts of a policy that it would first have to publish, a step after the last."""
+
+
+class NothingTrained(ScriptError):
+    """A script publishes or saves, and nothing was trained since it did so before."""
+
+
+class TrainedTwice(ScriptError):
+    """A script trains or scores a rollout that was trained, scored or dropped before."""
+
+
+class RolloutsUnread(ScriptError):
+    """A script leaves rollouts unread that it has asked for."""

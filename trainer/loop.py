@@ -19,6 +19,7 @@ from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
     MicroBatch,
+    SaveCheckpoint,
     StepClosed,
     StepDone,
     Stop,
@@ -149,6 +150,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             in_progress=in_progress,
             checkpoint=checkpoint,
             take_news=checkpoints.take_news,
+            wait_for_checkpoint=checkpoints.wait,
             checkpoint_every=config.checkpoint.every,
         )
         version = loop.run(first, config.trainer.steps)
@@ -180,6 +182,8 @@ class Loop:
     checkpoint: Callable[[int, str], None]
     """Begins to write a version, which the ledger knows by its commit."""
     take_news: Callable[[], Sequence[CheckpointSaved | CheckpointFailed]]
+    wait_for_checkpoint: Callable[[], None]
+    """Waits until what was begun is written, or has failed."""
     checkpoint_every: int
     """Steps."""
 
@@ -191,10 +195,17 @@ class Loop:
         if first:
             self.async_publisher.begin(first)  # no engine can have it: who starts here is not who trained it
         commit, version = "", first
+        saved = first
         for number in range(first, num_steps):
-            sealed = self._add_rows()
+            while isinstance(sealed := self._add_rows(), SaveCheckpoint):
+                with self.timer("checkpoint"):
+                    if commit and saved < number:
+                        self.checkpoint(number, commit)
+                        saved = number
+                    self.wait_for_checkpoint()
+                self.tell_news()  # somebody waits for it
             if sealed is None:
-                if commit and number % self.checkpoint_every:
+                if commit and saved < number:
                     self.checkpoint(number, commit)
                 break
             with self.timer("publish"):
@@ -206,7 +217,9 @@ class Loop:
             self.sample_digest.finish_step()
             commit = sealed.commit
             version = number + 1
-            self._finish_step(number, metrics, is_due=(number + 1) % self.checkpoint_every == 0 or number + 1 == num_steps, commit=commit)
+            is_due = version % self.checkpoint_every == 0 or version == num_steps
+            self._finish_step(number, metrics, is_due=is_due, commit=commit)
+            saved = version if is_due else saved
         self.async_publisher.wait(is_last=True)
         return version
 
@@ -229,8 +242,8 @@ class Loop:
                 self.checkpoint(number + 1, commit)
         self.tell_news()
 
-    def _add_rows(self) -> StepClosed | None:
-        """Train on rows as they come until the step is sealed; None where told to stop before."""
+    def _add_rows(self) -> StepClosed | SaveCheckpoint | None:
+        """Train on rows as they come until the step is sealed, or, before its first row, until told to save; None where told to stop."""
         while True:
             with self.timer("wait"):
                 loaded = self.loader.take()
@@ -240,7 +253,7 @@ class Loop:
                         for part in loaded.parts:
                             self.step.add(part.batch, part.row, has_gradient=part.has_gradient)
                     self.sample_digest.add(loaded.batch)
-                case StepClosed():
+                case StepClosed() | SaveCheckpoint():
                     return loaded
                 case Stop():
                     return None

@@ -25,6 +25,7 @@ from pipelinerl.messages import (
     MicroBatch,
     PolicyHeld,
     PolicyPublished,
+    SaveCheckpoint,
     StepClosed,
     StepDone,
     Stop,
@@ -125,7 +126,7 @@ class OrchestratorClient:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
         """Guards `_rows` and `_end`."""
-        self._rows: collections.deque[MicroBatch | StepClosed] = collections.deque()
+        self._rows: collections.deque[MicroBatch | StepClosed | SaveCheckpoint] = collections.deque()
         self._end: Stop | Exception | None = None
         """Why nothing more will come."""
         self._end_of_training: EndTraining | None = None
@@ -149,8 +150,9 @@ class OrchestratorClient:
         self._wake()
         self._thread.join(CLOSE_S)
 
-    def take(self) -> MicroBatch | StepClosed | Stop:
-        """Wait for the next row, or the seal after a step's last row. Once told to stop, or to train no further, give `Stop` at once.
+    def take(self) -> MicroBatch | StepClosed | SaveCheckpoint | Stop:
+        """Wait for the next row, the seal after a step's last row, or the word to save between two steps. Once told to stop, or to train no
+        further, give `Stop` at once.
 
         Raises `PeerSilent` where the orchestrator gives no sign of life for too long, `WireError` and `PeerRefused` for what it should not
         send, `WeightsError` for a layout that does not fit.
@@ -238,6 +240,10 @@ class OrchestratorClient:
                 given = self._pulls.take(message)
                 with self._changed:
                     self._rows.extend(given)
+                    self._changed.notify_all()
+            case SaveCheckpoint():  # it comes before any row of the step that follows
+                with self._changed:
+                    self._rows.append(message)
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
                 self._publisher.fix_layout(

@@ -81,3 +81,12 @@ def values_of(columns: Columns) -> tuple[Any, ...]:
 def number_or_null(value: float | None) -> float | None:
     """Return a number as SQLite keeps it."""
     return None if value is None or math.isnan(value) else float(value)
+
+
+def count_death(deaths: dict[str, dict[str, int]], kind: str, *, peer: str, suspect: str) -> None:
+    """Count an entry of the kind `suspected` or `cleared`, by role and suspect."""
+    of_role = deaths.setdefault(peer.partition("-")[0], {})
+    if kind == "suspected":
+        of_role[suspect] = of_role.get(suspect, 0) + 1
+    else:
+        of_role.pop(suspect, None)

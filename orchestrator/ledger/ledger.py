@@ -51,7 +51,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from orchestrator.ledger.events import Columns, number_or_null, values_of
+from orchestrator.ledger.events import Columns, count_death, number_or_null, values_of
 from orchestrator.ledger.rollouts import RUN_ENDED, Counts, InFlight, Rollouts, RolloutSummary, summary_of
 from orchestrator.ledger.store import PRUNING, Store, changing, writing
 from orchestrator.rules.curriculum import Rest
@@ -203,6 +203,12 @@ class Ledger:
                 self._record_outcome(kind, member, now_s=now_s)
                 self.store.put(_RESCORED, _without_prompt(member), member.trajectory.rollout_id)
                 self.store.put(_IS_RESCORED[kind], 1, member.trajectory.rollout_id)
+
+    def intend(self, samples: Sequence[Sample], *, step: int) -> None:
+        """Note which samples a script trains as a step, before any of them is assigned: a crash then leaves no half of a step."""
+        with self.transaction():
+            self.set_advantages(samples)
+            self._set_state("intended", [step, [sample.trajectory.rollout_id for sample in samples]])
 
     def assign(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """Note that a group becomes part of a step."""
@@ -374,15 +380,6 @@ _ASSIGNED, _CREDITED = changing("samples", "step", "advantages"), changing("samp
 _PACKED, _STOPPED = changing("samples", "row", "position"), changing("samples", "stopped_step")
 _RESCORED = changing("trajectories", "scored")
 _IS_RESCORED = {"prm_scored": changing("samples", "is_prm_scored"), "group_scored": changing("samples", "is_group_scored")}
-
-
-def count_death(deaths: dict[str, dict[str, int]], kind: str, *, peer: str, suspect: str) -> None:
-    """Count an entry of the kind `suspected` or `cleared`, by role and suspect."""
-    of_role = deaths.setdefault(peer.partition("-")[0], {})
-    if kind == "suspected":
-        of_role[suspect] = of_role.get(suspect, 0) + 1
-    else:
-        of_role.pop(suspect, None)
 
 
 def _peer(engine_id: int | None) -> str:

@@ -69,6 +69,8 @@ class Progress:
         self.num_trained_tokens = 0
         """Sampled tokens that were trained, without those of prompts and environments."""
         self.on_alarm = on_alarm
+        self.on_trained: Callable[[StepDone], None] = lambda done: None
+        """Called with each step that is in the policy for the first time."""
         self._alarms = alarms or Alarms()
         self._has_advantages = has_advantages
         self._num_recomputed = 0
@@ -122,6 +124,7 @@ class Progress:
         self.journal.write("step", **fields)
         self._sample_log.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
         self._tell(self._alarms.take_step(read(StepRow, fields)))
+        self.on_trained(done)
 
     def evaluated(self, fields: dict[str, Any]) -> None:
         """Note the journal fields of an evaluation that is done."""

@@ -11,6 +11,7 @@ from orchestrator.rules.validation.trainer import TrainerProgress, checkpoint_sa
 from orchestrator.rules.validation.violations import Violation, shorten
 from pipelinerl.messages import CheckpointFailed, CheckpointSaved, TrainerReady
 from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Signal
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class Checkpoints:
     journal: Journal
     newest: int = 0
     """Version of the newest one, also of one that could not be written."""
+    changed: Signal = dataclasses.field(default_factory=Signal)
+    """Set when the newest one is another."""
 
     def check(self, said: CheckpointSaved, progress: TrainerProgress) -> Violation | None:
         """Return the violation in a checkpoint that is not of what this ledger has as trained."""
@@ -31,12 +34,14 @@ class Checkpoints:
         self.ledger.record_checkpoint(said.version, said.commit, oldest=said.oldest, now_s=_now_s())
         self._write(said.version, num_bytes=said.num_bytes, save_s=said.save_s)
         self.newest = said.version
+        self.changed.set()
 
     def failed(self, said: CheckpointFailed) -> None:
         error = shorten(said.error)
         self.ledger.record("unsaved", now_s=_now_s(), version=said.version, reason=error)
         self._write(said.version, error=error)
         self.newest = said.version
+        self.changed.set()
 
     def go_on_from(self, ready: TrainerReady) -> None:
         """Make the ledger's checkpoints exactly those that a trainer that starts can still use."""
@@ -48,8 +53,14 @@ class Checkpoints:
             self.ledger.discard_checkpoint(newer, reason, now_s=_now_s())
             self._write(newer, error=f"discarded: {reason}")
             print(f"checkpoint {newer} is discarded: {reason}; version {version} is used, and what came after is trained again", flush=True)
+        self.changed.set()
         if version and version not in known:
             self.ledger.record_checkpoint(version, ready.saved_commit or ready.commit, oldest=ready.oldest, now_s=_now_s())
+
+    async def wait_for(self, version: int) -> None:
+        """Wait until a version is written, or has failed to be."""
+        while self.newest < version:
+            await self.changed.wait()
 
     def _write(self, version: int, *, num_bytes: int = 0, save_s: float = 0.0, error: str = "") -> None:
         self.journal.write("checkpoint", version=version, num_bytes=num_bytes, save_s=save_s, error=error)

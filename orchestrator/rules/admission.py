@@ -15,6 +15,13 @@ not yet committed samples nothing. A group overtaken by later ones can still exc
 when the batch is cut.
 
 Source: AReaL (arXiv 2505.24298, eq. 3), in groups, with the credit returned on every exit path.
+
+A script (`orchestrator.controller`) says itself what is generated and what a step is made of, so no count of groups can foresee the step
+that a group falls into. There a group is admitted to an engine that is at most K versions behind the step that comes next,
+
+    next step - version <= K
+
+since what an older engine samples could not be trained even at once; the batch cut checks what is trained, as everywhere.
 """
 
 from __future__ import annotations
@@ -43,10 +50,14 @@ class Schedule:
     """Train on a batch only once it is whole."""
     swaps_when_idle: bool
     """An engine changes its version only while no sequence runs."""
+    in_script: bool = False
+    """A script says what is generated, and which groups are a step."""
 
 
-def schedule_of(mode: Mode, *, max_staleness: int) -> Schedule:
-    """Return the schedule of a mode; `max_staleness` is the configured K, which only streaming uses."""
+def schedule_of(mode: Mode, *, max_staleness: int, in_script: bool = False) -> Schedule:
+    """Return the schedule of a mode; `max_staleness` is the configured K, which only streaming uses. A script has no rounds."""
+    if in_script:
+        return dataclasses.replace(schedule_of(mode, max_staleness=max_staleness), in_rounds=False, in_script=True)
     match mode:
         case Mode.STREAMING:
             return Schedule(max_staleness=max_staleness, in_rounds=False, holds_batches=False, swaps_when_idle=False)
@@ -66,6 +77,8 @@ class Admission:
         """Policies published so far."""
         self.accepted = 0
         self.running = 0
+        self.next_step = 0
+        """The step that a script fills next; meaningless without one."""
         self._groups_per_step = groups_per_step
         self._num_steps = num_steps
         self.max_running = max_running
@@ -85,7 +98,11 @@ class Admission:
         `num_generating` counts the rollouts that engines have not answered; `engines_are_current` says that every engine holds the newest
         policy.
         """
-        if self.accepted + self.running >= self.limit(version):
+        if self.schedule.in_script:
+            is_bound = self.next_step - version > self.schedule.max_staleness
+        else:
+            is_bound = self.accepted + self.running >= self.limit(version)
+        if is_bound:
             return STALENESS_BOUND
         if not self.schedule.in_rounds:
             return ENGINES_FULL if num_generating >= self.max_running else None

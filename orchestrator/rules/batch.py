@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pipelinerl.algorithms.staleness import measure
 from pipelinerl.messages import Float32, Group, Outcome, Sample, ScoredTrajectory, TerminalStatus
@@ -109,6 +110,32 @@ class Verdict:
     """Samples in the whole step; meaningful where `closes_step`."""
 
 
+class Cut(Protocol):
+    """A rule that decides about complete groups, one after the other. `BatchCut` counts groups; `rules.script.ScriptCut` does what a
+    script says."""
+
+    step: int
+    """The step being filled."""
+
+    def take(self, group: Group) -> Verdict:
+        """Assign a group to the step being filled, or drop it."""
+        ...
+
+    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Siblings], num_stopped: int = 0) -> None:
+        """Take over what an earlier process of the run has assigned to the step being filled."""
+        ...
+
+    @property
+    def is_full(self) -> bool: ...
+
+    @property
+    def is_holding(self) -> bool: ...
+
+    def close(self) -> tuple[int, int]:
+        """Begin the next step; return (tokens with a loss, samples) of the one that is full."""
+        ...
+
+
 class BatchCut:
     """The cut assigns groups to steps of `groups_per_step`, in order of arrival."""
 
@@ -170,7 +197,7 @@ class BatchCut:
 
     def _assign(self, group: Group, ended: list[Ended], siblings: Siblings, advantages: list[Float32]) -> Verdict:
         step = self.step
-        samples = _samples(siblings, advantages)
+        samples = samples_of(siblings, advantages)
         untrained = [_untrained(member, step=step) for member in siblings if _never_trains(member)]
         self.num_groups += 1
         self._num_samples += len(sampled_of(siblings))
@@ -214,20 +241,25 @@ class BatchCut:
             return ()
         held, self._held = self._held, []
         columns = self._rules.step_advantages(held)
-        return tuple(sample for pair in zip(held, columns, strict=True) for sample in _samples(*pair))
+        return tuple(sample for pair in zip(held, columns, strict=True) for sample in samples_of(*pair))
 
     def _drop(self, group: Group, ended: list[Ended], siblings: Siblings, status: TerminalStatus, reason: str) -> Verdict:
-        lost = [_untrained(member) if _never_trains(member) else Ended(scored=member, status=status, reason=reason) for member in siblings]
+        lost = [ended_of(member, status=status, reason=reason) for member in siblings]
         return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_assigned=False)
 
     def _is_stale(self, siblings: Siblings) -> bool:
-        found = [measure(member.trajectory.versions, trained_version=self.step) for member in sampled_of(siblings)]
-        ages = [age for age in found if age is not None]
-        if not ages:
-            return False
-        if self._rules.withhold is None:
-            return max(age.oldest for age in ages) > self._max_staleness
-        return min(age.newest for age in ages) > min(self._rules.withhold, self._max_staleness)
+        return is_stale(sampled_of(siblings), step=self.step, max_staleness=self._max_staleness, withhold=self._rules.withhold)
+
+
+def is_stale(members: Siblings, *, step: int, max_staleness: int, withhold: int | None) -> bool:
+    """Return whether these are too old to be trained together in a step, see `StepRules.withhold`; what sampled no token never is."""
+    found = [measure(member.trajectory.versions, trained_version=step) for member in members]
+    ages = [age for age in found if age is not None]
+    if not ages:
+        return False
+    if withhold is None:
+        return max(age.oldest for age in ages) > max_staleness
+    return min(age.newest for age in ages) > min(withhold, max_staleness)
 
 
 def sampled_of(members: Siblings) -> Siblings:
@@ -240,7 +272,15 @@ def greedy_of(members: Siblings) -> ScoredTrajectory | None:
     return next((member for member in members if member.trajectory.is_greedy), None)
 
 
-def _samples(siblings: Siblings, advantages: list[Float32]) -> tuple[Sample, ...]:
+def ended_of(member: ScoredTrajectory, *, status: TerminalStatus, reason: str) -> Ended:
+    """Return the end of a member that does not train: by its own failure or role in the group, else with this status and reason."""
+    if member.score.outcome not in _NO_FAILURE:
+        return _failed(member)
+    return _untrained(member) if _never_trains(member) else Ended(scored=member, status=status, reason=reason)
+
+
+def samples_of(siblings: Siblings, advantages: list[Float32]) -> tuple[Sample, ...]:
+    """Return the siblings that train, each with its column of advantages; the greedy one has none."""
     pairs = zip(sampled_of(siblings), advantages, strict=True)
     return tuple(_sample(member, column) for member, column in pairs if member.score.outcome is not Outcome.STOPPED)
 

@@ -13,7 +13,7 @@ from orchestrator.ledger.snapshot import RecordedStep
 from orchestrator.observe.progress import Progress
 from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.batch import BatchCut, Verdict
+from orchestrator.rules.batch import Cut, Verdict
 from orchestrator.rules.grouping import Grouping
 from pipelinerl.data.packing import Packing
 from pipelinerl.errors import Stalled
@@ -44,7 +44,7 @@ class Batching:
     """The rows and ends that the ledger has yet to write."""
     rows: Channel[Row | StepEnd]
     grouping: Grouping
-    cut: BatchCut
+    cut: Cut
     packing: Packing
     admission: Admission
     credits: Signal
@@ -71,24 +71,26 @@ class Batching:
 
     async def _batch(self) -> None:
         if self.open_step is not None:
-            await self._restore(self.open_step)
+            await self.restore(self.open_step)
         for scored in self.restored:
             await self._take(scored)
         async for scored in self.scored:
             await self._take(scored)
 
-    async def _restore(self, open_step: RecordedStep) -> None:
+    async def restore(self, open_step: RecordedStep) -> None:
         self.cut.restore(open_step.samples, num_groups=open_step.num_groups, groups=open_step.groups, num_stopped=open_step.num_stopped)
         step, self._next_row = self.cut.step, len(open_step.rows)
         if not self.cut.is_holding:
             for sample in open_step.unpacked:
                 await self._pack(step, self.packing.add(sample))
         if self.cut.is_full:  # the earlier process ended between its last group and its end
-            await self._close_step(step, *self.cut.close())
+            await self.close_step(step, *self.cut.close())
 
     async def _take(self, scored: ScoredTrajectory) -> None:
-        if (group := self.grouping.add(scored)) is None:
-            return
+        if (group := self.grouping.add(scored)) is not None:
+            await self.decide(group)
+
+    async def decide(self, group: Group) -> None:
         verdict = self.cut.take(group)
         now = asyncio.get_running_loop().time()
         with self.ledger.transaction():
@@ -105,7 +107,7 @@ class Batching:
         for sample in verdict.delivered:
             await self._pack(verdict.step, self.packing.add(sample))
         if verdict.closes_step:
-            await self._close_step(verdict.step, verdict.num_tokens, verdict.num_samples)
+            await self.close_step(verdict.step, verdict.num_tokens, verdict.num_samples)
 
     def _book(self, verdict: Verdict, *, now_s: float) -> None:
         for ended in verdict.ended:
@@ -129,7 +131,7 @@ class Batching:
             self._next_row += 1
             await self.packed.put(Row(step=step, samples=tuple(samples)))
 
-    async def _close_step(self, step: int, num_tokens: int, num_samples: int) -> None:
+    async def close_step(self, step: int, num_tokens: int, num_samples: int) -> None:
         """Pack the rest of a step, and send its end."""
         await self._pack(step, self.packing.flush())
         now_s = asyncio.get_running_loop().time()

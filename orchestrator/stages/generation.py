@@ -108,6 +108,7 @@ class Generation:
         async for drawn in self.prompts:
             if self.quarantine.skips(drawn.prompt.prompt_id):
                 self.ledger.record("skipped", now_s=_now_s(), prompt_id=drawn.prompt.prompt_id)
+                drawn.then(None)
             else:
                 self._send_group(drawn, await self._wait_for_engine())
 
@@ -153,7 +154,8 @@ class Generation:
     def _send_group(self, drawn: Drawn, engine_id: int) -> None:
         group_id, self.next_group_id = self.next_group_id, self.next_group_id + 1
         self.admission.admitted()
-        group_size = self.group_size + self.adds_greedy
+        group_size = (drawn.num_siblings or self.group_size) + self.adds_greedy
+        drawn.then(group_id)
         names = self.ledger.admit(group_id, drawn.prompt, group_size=group_size, position=drawn.position, now_s=_now_s())
         version = self.engines[engine_id].version
         rollouts = [self._begin(group_id, drawn.prompt, name, sibling=sibling, version=version) for sibling, name in enumerate(names)]

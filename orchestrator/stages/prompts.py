@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 from orchestrator.rules.curriculum import Rest
@@ -41,6 +42,10 @@ class Drawn:
 
     prompt: Prompt
     position: tuple[int, int]
+    num_siblings: int | None = None
+    """Rollouts to sample, without a greedy one; None: as many as `rollout.group_size` says."""
+    then: Callable[[int | None], None] = lambda group_id: None
+    """Called with the id of the group that is admitted for it; with None where the prompt is quarantined, and passed over."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
-from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.roles import Role, begin_early, roles_of
 from pipelinerl.launch.run_folder import GATEWAY_FILE, make_run_folder
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
@@ -66,15 +66,6 @@ def train(
     log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
     console.print(escape(log[-1]) if log else "")
     console.print(f"model: {escape(str(run_folder / 'model'))}")
-
-
-def begin_early(settings: Config) -> EarlyProcesses:
-    """Start those processes of a run that import for longest: they need not wait for what is looked at before it. A context."""
-    early = EarlyProcesses()
-    for role in roles_of(settings, settings.run.folder):
-        if role.begins_early:
-            early.start(role.program, settings=settings.model_dump_json())
-    return early
 
 
 def print_plan(settings: Config) -> None:

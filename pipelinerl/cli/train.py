@@ -13,11 +13,12 @@ import typer
 from rich.markup import escape
 
 from pipelinerl.cli.app import ConfigFile, Overrides, console, exit_as
-from pipelinerl.cli.start import begin_early, print_plan, train
+from pipelinerl.cli.start import print_plan, train
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import resuming
+from pipelinerl.launch.roles import begin_early
 
 commands = typer.Typer()
 PANEL = "Train"

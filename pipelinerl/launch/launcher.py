@@ -38,11 +38,24 @@ LOOK_EVERY_S = 1.0
 
 
 def launcher_of(
-    config: Config, roles: tuple[Role, ...], run_folder: Path, *, lease: Lease | None, early: EarlyProcesses | None = None
+    config: Config,
+    roles: tuple[Role, ...],
+    run_folder: Path,
+    *,
+    lease: Lease | None,
+    early: EarlyProcesses | None = None,
+    is_orchestrator: bool = False,
 ) -> Launcher:
     """Return the launcher of a run, with what its settings allow it."""
-    restarts = Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s)
-    return Launcher(roles, run_folder, restarts=restarts, stopped_limit_s=config.pipeline.stall_limit_s, lease=lease, early=early)
+    return Launcher(
+        roles,
+        run_folder,
+        restarts=Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s),
+        stopped_limit_s=config.pipeline.stall_limit_s,
+        lease=lease,
+        early=early,
+        is_orchestrator=is_orchestrator,
+    )
 
 
 class Launcher:
@@ -57,15 +70,19 @@ class Launcher:
         stopped_limit_s: float = float("inf"),
         lease: Lease | None = None,
         early: EarlyProcesses | None = None,
+        is_orchestrator: bool = False,
     ) -> None:
         """`lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
         `early`: processes that have begun already, each of which becomes the first one of its role.
 
         A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long that the orchestrator
         stands still, or a process that is only starting.
+
+        `is_orchestrator`: the orchestrator is this process, which hears signals itself, and says by `orchestrator_ended` that it is over.
         """
         self._roles = {role.name: role for role in roles}
-        self._first = roles[0].name
+        self._is_orchestrator = is_orchestrator
+        self._first = "orchestrator" if is_orchestrator else roles[0].name
         """The process whose end is the end of the run: the orchestrator, or on another node the first of its processes."""
         self._run_folder = run_folder
         self._lease = lease
@@ -95,18 +112,23 @@ class Launcher:
         Raises `LeaseError` where another launcher has taken the folder over.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = () if self._is_orchestrator else (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
             loop.add_signal_handler(number, self._interrupt, number)
         try:
             async with self._tasks:
                 failed = await self._run_all()
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in numbers:
                 loop.remove_signal_handler(number)
         if self._lost is not None:
             raise self._lost
         if failed is not None:
             raise PeerGone(self._explain(failed))
+
+    def orchestrator_ended(self) -> None:
+        """Note that the orchestrator, which is this process, is over: the others have `SAVE_GRACE_S` from now on."""
+        self._processes.ended.put_nowait(self._first)
 
     async def _run_all(self) -> str | None:
         """Start, restart and end all; return the name of the process that ended the run badly."""
@@ -114,6 +136,7 @@ class Launcher:
             note(self._run_folder, f"removed {freed >> 20} MiB that processes which were killed had left in shared memory")
         overseer = self._tasks.create_task(self._oversee(), name="overseer")
         try:
+            self._running.update([self._first] if self._is_orchestrator else [])
             for name in self._roles:
                 await self._start(name)
             while (failed := await self._wait()) is not None and (wait_s := self._wait_to_restart(failed)) is not None:
@@ -139,9 +162,10 @@ class Launcher:
                 self._failed_at, self._is_overdue = time.time(), True
                 return min(self._running)
             self._running.discard(name)
-            if self._was_ended_unprepared(name):
+            is_process = name in self._roles
+            if is_process and self._was_ended_unprepared(name):
                 return None
-            if self._processes.exit_code(name) and not self._is_over_for(name):
+            if is_process and self._processes.exit_code(name) and not self._is_over_for(name):
                 self._failed_at = time.time()
                 return name
             if name == self._first:

@@ -20,7 +20,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run, write_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import peers_of
-from pipelinerl.launch.run_folder import forget_endpoints
+from pipelinerl.launch.run_folder import SCRIPT_FILE, forget_endpoints
 from pipelinerl.storage.schema import refusal
 from pipelinerl.transport.keys import make_keys
 
@@ -113,12 +113,17 @@ def has_begun(run_folder: Path) -> bool:
         return path.stat().st_size > 0  # damaged, or another version's: resuming it says which
 
 
-def make_ready(config: Config, run_folder: Path) -> None:
-    """Make a run's folder ready to go on with the present settings; only who holds its lease may.
+def make_ready(config: Config, run_folder: Path, *, in_script: bool = False) -> None:
+    """Make a run's folder ready to go on with the present settings; only who holds its lease may. `in_script`: a script goes on.
 
-    Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them; and for a folder of another schema.
+    Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them; for a folder of another schema; and where a
+    config would go on with a script's run, or a script with a config's.
     """
     _check_schema(run_folder / "ledger.sqlite")
+    if (run_folder / SCRIPT_FILE).exists() != in_script:
+        how = "a script" if not in_script else "`pipelinerl run`"
+        what = "start that script again, with resume=True" if not in_script else "go on with `pipelinerl run --resume`"
+        raise ConfigError(f"{run_folder} is a run that {how} has begun: {what}, or start a new run")
     before = load_run(run_folder)
     changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
     if method_of(before).adds_greedy != method_of(config).adds_greedy:  # its groups have one sibling more

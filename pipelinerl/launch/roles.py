@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.config import Config
+from pipelinerl.runtime.early import EarlyProcesses
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,15 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
 def _scorer_role(run: tuple[str, str]) -> Role:
     command = (sys.executable, "-m", "pipelinerl.rewards", *run, "--index", "0")
     return Role(name="scorer-0", command=command, has_nothing_to_save=True)
+
+
+def begin_early(config: Config) -> EarlyProcesses:
+    """Start those processes of a run that import for longest: they need not wait for what is looked at before it. A context."""
+    early = EarlyProcesses()
+    for role in roles_of(config, config.run.folder):
+        if role.begins_early:
+            early.start(role.program, settings=config.model_dump_json())
+    return early
 
 
 def _prm_role(run: tuple[str, str]) -> Role:

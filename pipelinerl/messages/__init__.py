@@ -120,6 +120,7 @@ from pipelinerl.messages.trainer import LayoutFixed as LayoutFixed
 from pipelinerl.messages.trainer import MicroBatch as MicroBatch
 from pipelinerl.messages.trainer import PolicyHeld as PolicyHeld
 from pipelinerl.messages.trainer import PolicyPublished as PolicyPublished
+from pipelinerl.messages.trainer import SaveCheckpoint as SaveCheckpoint
 from pipelinerl.messages.trainer import StepClosed as StepClosed
 from pipelinerl.messages.trainer import StepDone as StepDone
 from pipelinerl.messages.trainer import TakeMicroBatch as TakeMicroBatch

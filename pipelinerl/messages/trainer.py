@@ -192,6 +192,12 @@ class PolicyHeld(Message, frozen=True):
     """Rollback epoch of that version, see `StageWeights`."""
 
 
+class SaveCheckpoint(Message, frozen=True):
+    """Tell the trainer to write a checkpoint of its newest version before it goes on, whether or not one is due."""
+
+    version: int
+
+
 class CheckpointSaved(Message, frozen=True):
     """A checkpoint of `version` is complete on disk; a trainer that starts again starts from it."""
 
@@ -229,4 +235,4 @@ class TrainingEnded(Message, frozen=True):
 FromTrainer = (
     TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Alive | Failed
 )
-ToTrainer = LayoutFixed | MicroBatch | StepClosed | WeightBufferReleased | PolicyHeld | EndTraining | Stop
+ToTrainer = LayoutFixed | MicroBatch | StepClosed | SaveCheckpoint | WeightBufferReleased | PolicyHeld | EndTraining | Stop

@@ -71,6 +71,8 @@ class Watch:
         self.waited_s: dict[str, float] = {}
         """Seconds spent in finished waits, by `stage: what`."""
         self._explanations: list[Callable[[], str | None]] = []
+        self.is_idle: Callable[[], bool] = lambda: False
+        """Returns whether nobody is to blame where nothing moves: a script does work of its own, and awaits nothing."""
 
     def moved(self) -> None:
         """Tell that something of the run's work got done."""
@@ -112,7 +114,7 @@ class Watch:
         last_moves, last_change = self.num_moves, loop.time()
         while True:
             await asyncio.sleep(self.stall_limit_s / LOOKS)
-            if self.num_moves != last_moves:
+            if self.num_moves != last_moves or self.is_idle():
                 last_moves, last_change = self.num_moves, loop.time()
             elif loop.time() - last_change >= self.stall_limit_s:
                 raise Stalled(self._verdict(loop.time() - last_change))

@@ -87,6 +87,17 @@ def test_progress_postpones_the_verdict():
     assert 35.0 + 8.0 <= simulate(program()) <= 35.0 + 8.0 + 2 * 8.0 / 4
 
 
+def test_nobody_is_to_blame_while_a_script_does_work_of_its_own():
+    async def program() -> float:
+        watch = Watch(stall_limit_s=8.0)
+        watch.is_idle = lambda: asyncio.get_running_loop().time() < 100.0
+        with pytest.raises(Stalled):
+            await watch.run()
+        return asyncio.get_running_loop().time()
+
+    assert 108.0 - 8.0 / 16 <= simulate(program()) <= 108.0 + 8.0 / 8
+
+
 def test_a_stall_with_nobody_waiting_says_so():
     with pytest.raises(Stalled, match="no stage is waiting"):
         simulate(Watch(stall_limit_s=1.0).run())

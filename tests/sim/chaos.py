@@ -19,10 +19,12 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.controller import driven
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.run import Run, RunResult
+from orchestrator.scripted_run import ScriptedRun
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
@@ -55,7 +57,7 @@ from pipelinerl.transport.base import Introduction
 from tests.sim import agents, peers
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS, MemoryHub, MemoryLink, NetworkFaults
-from tests.sim.run import Prompts, mean_baseline
+from tests.sim.run import Prompts, mean_baseline, prompt_of
 from trainer.session import TrainerSession
 
 KEPT = 2
@@ -156,10 +158,13 @@ def survive(
     limit_s: float = 1e5,
     group_advantages: GroupAdvantages = mean_baseline,
     step_rules: StepRules | None = None,
+    script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None,
 ) -> Survived:
-    """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs."""
+    """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs. A `script` dies with the orchestrator, and
+    begins again with the one that follows.
+    """
     chaos = _Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
-    chaos.group_advantages, chaos.step_rules = group_advantages, step_rules
+    chaos.group_advantages, chaos.step_rules, chaos.script = group_advantages, step_rules, script
 
     async def program() -> Survived:
         async with asyncio.timeout(limit_s):
@@ -180,6 +185,7 @@ class _Chaos:
         self.checkpoint_every = checkpoint_every
         self.group_advantages: GroupAdvantages = mean_baseline
         self.step_rules: StepRules | None = None
+        self.script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
@@ -226,9 +232,10 @@ class _Chaos:
                 step_rules=self.step_rules,
                 journal=journal,
                 ledger=ledger,
+                in_script=self.script is not None,
             ),
         )
-        main = asyncio.create_task(run.run())
+        main = asyncio.create_task(run.run() if self.script is None else self._scripted(run, self.script))
         try:
             await asyncio.wait({main, *roles}, timeout=self._until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
             if not main.done() and not any(role.done() for role in roles):
@@ -239,8 +246,19 @@ class _Chaos:
             ledger.close()
             return ending, rows
         finally:
-            main.cancel()
+            for hub in self.hubs if not main.done() else ():
+                hub.kill()  # a script that is cancelled ends its run well, one that is killed cannot
+            while not main.done():
+                main.cancel()
+                await asyncio.sleep(0)
             await asyncio.gather(main, return_exceptions=True)
+
+    async def _scripted(self, run: Run, script: Callable[[ScriptedRun], Coroutine[Any, Any, None]]) -> RunResult:
+        scripted = ScriptedRun(run, config=self.settings, folder=self.folder, prompt_of=prompt_of, decode=str)
+        async with driven(run, scripted, launcher=None):
+            await script(scripted)
+        assert run.result is not None
+        return run.result
 
     def _roles(self) -> list[Coroutine[Any, Any, None]]:
         def engine(link: MemoryLink, engine_id: int) -> Coroutine[Any, Any, None]:

@@ -12,9 +12,15 @@ FATES = ("trained", "filtered", "stale", "failed", "cancelled")
 
 
 def check(
-    rows: Sequence[tuple[Any, ...]], record: TrainerRecord, *, groups_per_step: int, num_steps: int, max_staleness: int, max_tokens: int
+    rows: Sequence[tuple[Any, ...]],
+    record: TrainerRecord,
+    *,
+    groups_per_step: int | None,
+    num_steps: int,
+    max_staleness: int,
+    max_tokens: int,
 ) -> list[str]:
-    """Everything that breaks a promise, as sentences; empty for a clean run of all its steps."""
+    """Everything that breaks a promise, as sentences; empty for a clean run of all its steps. `groups_per_step` None: a script says it."""
     return [
         *_of_ledger(rows),
         *_of_both(rows, record),
@@ -72,7 +78,7 @@ def _of_rollouts(record: TrainerRecord, *, max_staleness: int) -> list[str]:
 
 
 def _of_steps(
-    rows: Sequence[tuple[Any, ...]], record: TrainerRecord, *, groups_per_step: int, num_steps: int, max_tokens: int
+    rows: Sequence[tuple[Any, ...]], record: TrainerRecord, *, groups_per_step: int | None, num_steps: int, max_tokens: int
 ) -> list[str]:
     wrong: list[str] = []
     stopped = [row for row in rows if row[4] == "stopped early" and row[5] is not None]
@@ -90,7 +96,7 @@ def _of_steps(
     if sorted(record.sealed) != list(range(num_steps)):
         wrong.append(f"steps {sorted(record.sealed)} were sealed, not 0 to {num_steps - 1}")
     for step, seal in record.sealed.items():
-        if len(groups[step]) != groups_per_step:
+        if len(groups[step]) != (groups_per_step or len(groups[step])):
             wrong.append(f"step {step} trained {len(groups[step])} groups, not {groups_per_step}")
         for what, said, trained in (
             ("tokens", seal.num_tokens, record.tokens[step]),

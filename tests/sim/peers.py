@@ -43,6 +43,7 @@ from pipelinerl.messages import (
     Request,
     RequestKind,
     Result,
+    SaveCheckpoint,
     ScorerLoad,
     ScorerReady,
     StageWeights,
@@ -452,7 +453,8 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
         index = 0
         while True:
             link.send(TakeMicroBatch(replica=0, step=step, index=index))
-            answer = await _next(link, free)
+            while isinstance(answer := await _next(link, free), SaveCheckpoint):
+                link.send(CheckpointSaved(version=step, commit=record.sealed[step - 1].commit, num_bytes=0, save_s=0.0))
             if isinstance(answer, EndTraining):
                 return await _end(link, free, version=step, record=record)
             if isinstance(answer, Stop):
@@ -468,7 +470,7 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
         is_ending = False
         while not free:
             is_ending |= isinstance(await _next(link, free, wanted=(WeightBufferReleased, EndTraining)), EndTraining)
-        link.send(StepDone(step=step, metrics={}, engines=_engines(record)))
+        link.send(StepDone(step=step, metrics={"loss": 0.0}, engines=_engines(record)))
         link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
         if is_ending:
             return await _end(link, free, version=step + 1, record=record)
@@ -501,7 +503,9 @@ class Waits(Protocol):
     async def wait(self) -> Message: ...
 
 
-async def _next(link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepClosed, EndTraining, Stop)) -> Any:
+async def _next(
+    link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepClosed, SaveCheckpoint, EndTraining, Stop)
+) -> Any:
     while True:
         message = await link.wait()
         if isinstance(message, WeightBufferReleased):

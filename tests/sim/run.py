@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orchestrator.controller import driven
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.rules.curriculum import Rest
 from orchestrator.rules.validation.completions import Experts
 from orchestrator.run import Run, RunResult
+from orchestrator.scripted_run import ScriptedRun
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import (
@@ -69,6 +71,7 @@ class Simulated:
     seconds: float
     """Simulated."""
     settings: Config
+    is_scripted: bool
 
     def problems(self) -> list[str]:
         """What the checker finds wrong with it."""
@@ -78,8 +81,8 @@ class Simulated:
             *checker.check(
                 self.rows,
                 self.record,
-                groups_per_step=batch.groups_per_step,
-                num_steps=self.settings.trainer.steps,
+                groups_per_step=None if self.is_scripted else batch.groups_per_step,
+                num_steps=len(self.record.sealed) if self.is_scripted else self.settings.trainer.steps,
                 max_staleness=bound,
                 max_tokens=batch.max_tokens,
             ),
@@ -143,6 +146,8 @@ class Circumstances:
     stop_at_s: float | None = None
     """When somebody stops the run."""
     stop_evaluates: bool = True
+    script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None
+    """What drives the run; None: its config."""
     is_recorded: bool = False
     """Leave a run folder, as a real run does, in place of a ledger in memory."""
     limit_s: float = 1e6
@@ -178,20 +183,41 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
                 ledger=ledger,
                 vocabulary=1000,
                 experts=given.experts,
+                in_script=given.script is not None,
             ),
         )
         if given.stop_at_s is not None:
             loop.call_at(given.stop_at_s, functools.partial(whole.stop, "stopped by hand", evaluates=given.stop_evaluates))
         async with asyncio.timeout(given.limit_s), asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in _peers(settings, given=given, hubs=hubs, record=record)]
-            ending = await whole.run()
+            ending = await whole.run() if given.script is None else await _scripted(whole, settings, folder=folder, script=given.script)
             await asyncio.sleep(10.0)
             for task in tasks:
                 task.cancel()
         rows = ledger.terminal_statuses()
     return Simulated(
-        ending=ending, record=record, rows=rows, lines=list(read_journals(folder)), seconds=loop.time() - 10.0, settings=settings
+        ending=ending,
+        record=record,
+        rows=rows,
+        lines=list(read_journals(folder)),
+        seconds=loop.time() - 10.0,
+        settings=settings,
+        is_scripted=given.script is not None,
     )
+
+
+async def _scripted(run: Run, settings: Config, *, folder: Path, script: Callable[[ScriptedRun], Coroutine[Any, Any, None]]) -> RunResult:
+    """Run as the script says; what it raises is raised once the run has ended."""
+    scripted = ScriptedRun(run, config=settings, folder=folder, prompt_of=prompt_of, decode=str)
+    async with driven(run, scripted, launcher=None):
+        await script(scripted)
+    assert run.result is not None
+    return run.result
+
+
+def prompt_of(number: int, row: Mapping[str, Any]) -> Prompt:
+    """A prompt of a script's own, of the tokens that its row names."""
+    return Prompt(prompt_id=f"0:{number}", text="", token_ids=np.asarray(row["prompt"], np.int32))
 
 
 def _peers(

@@ -82,6 +82,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
                 sample_digest=SampleDigest(),
                 checkpoint=lambda version, commit: None,
                 take_news=lambda: (),
+                wait_for_checkpoint=lambda: None,
                 checkpoint_every=100,
                 in_progress=RowsInProgress(tmp_path, rank=0, replica=0, num_replicas=1),
             )
@@ -174,6 +175,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
                 sample_digest=SampleDigest(),
                 checkpoint=lambda version, commit: None,
                 take_news=lambda: (),
+                wait_for_checkpoint=lambda: None,
                 checkpoint_every=100,
                 in_progress=RowsInProgress(tmp_path, rank=0, replica=0, num_replicas=1),
             ).run(0, 10)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import PeerSilent
-from pipelinerl.messages import MicroBatch, StepClosed, Stop
+from pipelinerl.messages import MicroBatch, SaveCheckpoint, StepClosed, Stop
 from pipelinerl.transport.codec import Decoder, encode
 from trainer.data.split import without_samples
 from trainer.orchestrator_client import OrchestratorClient
@@ -33,6 +33,10 @@ READY_AHEAD = 1
 GRACE_S = 30.0
 """Seconds by which other ranks wait longer for a leader than it waits for the orchestrator: its error, which names whom, comes first."""
 CLOSE_S = 5.0
+
+
+Shared = MicroBatch | StepClosed | SaveCheckpoint
+"""What the ranks of a replica hear alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class LoadedRow:
     parts: tuple[LoadedPart, ...]
 
 
-Item = LoadedRow | StepClosed | Stop
+Item = LoadedRow | StepClosed | SaveCheckpoint | Stop
 
 
 class RowLoader:
@@ -106,7 +110,7 @@ class RowLoader:
             self._client.busy_with = what
 
     def take(self) -> Item:
-        """Wait for this rank's next row with its layout, or the seal after a step's last.
+        """Wait for this rank's next row with its layout, for the seal after a step's last, or for the word to save.
 
         Raises as `OrchestratorClient.take`, and `DataError`.
         """
@@ -146,7 +150,7 @@ class RowLoader:
         if stops:
             return item if isinstance(item, Stop) else Stop(reason="another replica was told to stop")
         item = self._shared(item)
-        if isinstance(item, StepClosed):
+        if not isinstance(item, MicroBatch):
             return item
         halves = [half for half in zip(self._split(item), (True, False), are_there, strict=True) if half[2]]
         parts = [LoadedPart(batch=half, row=self._lay_out(half), has_gradient=has_gradient) for half, has_gradient, _ in halves]
@@ -160,17 +164,17 @@ class RowLoader:
         self._bounded(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._all), "to agree on the next row")
         return [bool(flag) for flag in flags.tolist()]
 
-    def _shared(self, item: MicroBatch | StepClosed | Stop | None) -> MicroBatch | StepClosed:
+    def _shared(self, item: Shared | Stop | None) -> Shared:
         """Pass what the leader took to every rank of its replica."""
         if self._replica is None:
-            assert isinstance(item, MicroBatch | StepClosed)
+            assert isinstance(item, Shared)
             return item
         frame = b"" if item is None else encode(item)
         size = torch.tensor(len(frame))
         self._bounded(lambda: dist.broadcast(size, group_src=0, group=self._replica), "to pass on a row")
         content = torch.frombuffer(bytearray(frame or int(size)), dtype=torch.uint8)
         self._bounded(lambda: dist.broadcast(content, group_src=0, group=self._replica), "to pass on a row")
-        return item if isinstance(item, MicroBatch | StepClosed) else _DECODER.decode(content.numpy().tobytes())
+        return item if isinstance(item, Shared) else _DECODER.decode(content.numpy().tobytes())
 
     def _bounded(self, collective: Callable[[], object], what: str) -> None:
         if self._is_closing.is_set():
@@ -178,7 +182,7 @@ class RowLoader:
         self._replicas.bounded(collective, what)
 
 
-_DECODER: Decoder[MicroBatch | StepClosed] = Decoder(MicroBatch | StepClosed)
+_DECODER: Decoder[Shared] = Decoder(Shared)
 
 
 def _group_of_replica(replicas: Replicas, timeout: datetime.timedelta) -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrator.ledger.ledger import count_death
+from orchestrator.ledger.events import count_death
 from orchestrator.ledger.rollouts import RUN_ENDED
 
 Row = tuple[Any, ...]

@@ -25,10 +25,10 @@ def held_back(rule: Admission, *, version: int | None = None, engines_are_curren
     )
 
 
-def admit_all(rule: Admission, *, version: int | None = None, engines_are_current: bool = True) -> int:
+def admit_all(rule: Admission, *, version: int | None = None, engines_are_current: bool = True, max_groups: int = 10**6) -> int:
     """Admit while the rule allows it; how many that were."""
     count = 0
-    while held_back(rule, version=version, engines_are_current=engines_are_current) is None:
+    while count < max_groups and held_back(rule, version=version, engines_are_current=engines_are_current) is None:
         rule.admitted()
         count += 1
         assert count <= 1000, "admission never ends"
@@ -243,3 +243,14 @@ def test_no_credit_is_ever_lost(script: list[str], mode: Mode):
             rule.published(rule.accepted // 4)
     assert rule.accepted == 24
     assert admit_all(rule) == 0
+
+
+def test_a_script_is_held_back_by_engines_too_old_for_its_next_step_and_by_no_count_of_groups():
+    rule = admission(schedule_of(Mode.STREAMING, max_staleness=1, in_script=True), groups_per_step=2)
+    assert admit_all(rule, max_groups=50) == 50
+    rule.next_step = 2
+    assert held_back(rule, version=0) == STALENESS_BOUND
+    assert held_back(rule, version=1) is None
+    busy = admission(schedule_of(Mode.SYNC, max_staleness=1, in_script=True), max_running=3)
+    assert admit_all(busy) == 3
+    assert held_back(busy) == ENGINES_FULL

@@ -1,0 +1,199 @@
+"""`pipelinerl.Controller`: the second way to use the system. A script says what happens next, in place of a config alone.
+
+    async with Controller("my.toml") as run:
+        while run.step < run.num_steps:
+            scored = await run.score(run.sample(run.prompts(16)))
+            done = await run.train(run.advantages(scored))
+            await run.publish()
+
+The script's process is the orchestrator: engines, scorer and trainer are started beside it as in every run, by the same launcher, and the
+same stages, ledger and journal serve it. The event loop must get its turns between a script's calls: long work belongs into
+`asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from orchestrator.assembly import opened
+from orchestrator.data.encoder import encoder_of
+from orchestrator.data.sources import PromptBuilder, longest_prompt
+from orchestrator.run import Run
+from orchestrator.scripted_run import Row, ScriptedRun
+from pipelinerl.config import Config
+from pipelinerl.config.file import load
+from pipelinerl.data.hub import resolved
+from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.errors import ConfigError, DataError, PipelineError, ScriptError
+from pipelinerl.launch import resuming
+from pipelinerl.launch.gpus import place
+from pipelinerl.launch.launcher import Launcher, launcher_of
+from pipelinerl.launch.preflight import check
+from pipelinerl.launch.roles import begin_early, roles_of
+from pipelinerl.launch.run_folder import SCRIPT_FILE, make_run_folder
+from pipelinerl.messages import Prompt
+from pipelinerl.observe.tracking.beside import trackers
+from pipelinerl.runtime.devices import usable_gpus
+from pipelinerl.runtime.early import EarlyProcesses
+from pipelinerl.runtime.findings import Finding, Level, note, refuse, show
+from pipelinerl.runtime.lease import EPOCH, Lease, held
+from pipelinerl.runtime.network import address_of
+from pipelinerl.runtime.process import allow_open_files, end_stuck
+from pipelinerl.runtime.watch import guarded
+
+
+class Controller:
+    """A run that a script drives; `async with` starts its processes and gives the `ScriptedRun`, and saves and ends them at its end.
+
+    However the block is left, what was trained is saved, and stands in `<run>/model`. Raises `ConfigError` with all problems at once
+    before anything runs; what ends the run later is raised by the call that is under way, or by the next one.
+    """
+
+    def __init__(self, config: Config | Path | str, *overrides: str, resume: bool | str = False) -> None:
+        """`config` is a TOML file or what `pipelinerl.config.file.load` returns; `overrides` are as on the command line,
+        `"trainer.steps=10"`.
+
+        `resume` goes on with the newest run of `run.name`, or with the one that is named, at the step after the last that was trained or
+        decided upon; where there is none of that name yet, a new one begins. What the script before had asked for beside is cancelled.
+        """
+        if isinstance(config, Config) and overrides:
+            raise ConfigError(
+                f"Controller: overrides {', '.join(overrides)} are for a TOML file, and a Config was given: load it with them"
+            )
+        self._config = resolved(config if isinstance(config, Config) else load(Path(config), overrides=overrides))
+        self._resume = resume
+        self._at_end = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> ScriptedRun:
+        async with contextlib.AsyncExitStack() as stack:
+            early = stack.enter_context(begin_early(self._config))
+            name = self._resume if isinstance(self._resume, str) else None
+            earlier = resuming.find_run(self._config, name) if self._resume else None
+            lease = stack.enter_context(held(earlier.folder)) if earlier is not None else None
+            findings = await asyncio.to_thread(lambda: [*_not_in_scripts(self._config), *check(self._config)])
+            refuse(findings)
+            show(findings, Console(stderr=True), Level.NOTE, Level.WARN)
+            folder = earlier.folder if earlier is not None else make_run_folder(self._config)
+            lease = lease or stack.enter_context(held(folder))
+            if earlier is not None:
+                resuming.make_ready(self._config, folder, in_script=True)
+            (folder / SCRIPT_FILE).write_text(json.dumps({"command": sys.orig_argv}))
+            print(f"run folder: {earlier or folder}", flush=True)
+            run, scripted, launcher = self._open(folder, lease=lease, early=early, stack=stack)
+            await stack.enter_async_context(driven(run, scripted, launcher=launcher))
+            self._at_end = stack.pop_all()
+        return scripted
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._at_end.__aexit__(kind, error, trace)
+
+    def _open(
+        self, folder: Path, *, lease: Lease, early: EarlyProcesses, stack: contextlib.AsyncExitStack
+    ) -> tuple[Run, ScriptedRun, Launcher]:
+        """Open what the run depends on, until `stack` ends."""
+        config = self._config
+        allow_open_files()
+        stack.enter_context(trackers(folder, config.tracking.to))
+        environment = {EPOCH: str(lease.epoch)}
+        given = stack.enter_context(
+            opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True)
+        )
+        stack.enter_context(guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, folder, "script")))
+        roles = tuple(role for role in roles_of(config, folder) if role.name != "orchestrator")
+        roles, _ = place(config, roles, usable_gpus())
+        launcher = launcher_of(config, roles, folder, lease=lease, early=early, is_orchestrator=True)
+        run, tokenizer = Run(config, given), load_tokenizer(config.model.path)
+        builder = PromptBuilder(prompt_column=config.data.prompt_column, encoder=encoder_of(config, tokenizer))
+        scripted = ScriptedRun(
+            run,
+            config=config,
+            folder=folder,
+            prompt_of=functools.partial(_own_prompt, builder, longest_prompt(config)),
+            decode=decoder(tokenizer, ends=given.stop_token_ids),
+        )
+        return run, scripted, launcher
+
+
+@contextlib.asynccontextmanager
+async def driven(run: Run, scripted: ScriptedRun, *, launcher: Launcher | None) -> AsyncIterator[ScriptedRun]:
+    """Have a run go on beside the block, from its first peer on; end it well where the block ends well, and save it however that ends."""
+    driving = asyncio.create_task(_drive(run, launcher), name="run")
+    ready = asyncio.create_task(run.ready.wait())
+    try:
+        await asyncio.wait((ready, driving), return_when=asyncio.FIRST_COMPLETED)
+        if driving.done():
+            await driving  # raises why it could not begin
+        yield scripted
+        await scripted.leave()
+    except BaseException:
+        run.stop("the script has failed", evaluates=False)
+        with contextlib.suppress(PipelineError):  # one that ended the run was raised by a call of the script
+            await driving
+        raise
+    finally:
+        ready.cancel()
+    await driving
+
+
+async def _drive(run: Run, launcher: Launcher | None) -> None:
+    """Run to the end, beside the processes. Raises the error that came first, of the run or of a process."""
+    script = run.pipeline.script
+    assert script is not None
+    try:
+        async with asyncio.TaskGroup() as group:
+            if launcher is not None:
+                group.create_task(launcher.run(), name="launcher")
+            await run.run()
+            if launcher is not None:
+                launcher.orchestrator_ended()
+        script.fail(ScriptError("the block of the Controller is left, and its run has ended: nothing can be asked of it any more"))
+    except BaseExceptionGroup as several:
+        error = _first(several)
+        script.fail(error)
+        raise error from several
+    except BaseException as error:
+        script.fail(error)
+        raise
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group that is our own, else its first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [_first(one) for one in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, PipelineError)), leaves[0])
+
+
+def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> Prompt:
+    """Make a prompt of a row of the script's. Raises `DataError`."""
+    prompt = builder.prompt(number, row, epoch=0, where="sample")
+    if len(prompt.token_ids) > longest:
+        raise DataError(
+            f"sample: a prompt has {len(prompt.token_ids)} tokens, at most {longest} are allowed. Shorten it, or raise model.max_tokens"
+        )
+    return prompt
+
+
+def _not_in_scripts(config: Config) -> Iterator[Finding]:
+    """Name what a script's run cannot have, and what does nothing in it."""
+    for key, is_used in (("prm", config.prm.is_used), ("gateway", config.gateway is not None)):
+        if is_used:
+            yield Finding(Level.FAIL, key, "a script's run has none so far", do=f"leave section {key} out, or use `pipelinerl run`")
+    if config.compares_siblings:
+        do = "compare siblings in the script, and put what comes of it into their advantages"
+        yield Finding(Level.FAIL, "reward", "per = 'group' compares all siblings, and a script may score some", do=do)
+    if config.rollout.cut_after is not None:
+        do = "leave it out: drop siblings in the script"
+        yield Finding(Level.FAIL, "rollout.cut_after", "stops siblings early, and weighs the others, by a rule of the batch cut", do=do)
+    for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
+        if key in getattr(config, section).model_fields_set:
+            yield note(f"{section}.{key}", f"does nothing in a script's run: {instead} says it")

@@ -1,0 +1,375 @@
+"""A script's accounts: which rollouts it has asked for, read, had scored and trained. Misuse is found here, by the call that commits it.
+
+A group ends once, and whole: with the step that trains some of its siblings, or dropped. The siblings that a script leaves out of its rows
+end with that step, as filtered; so the credit of a group returns once, and no sibling is left behind of which nobody would know that it is
+over. A group that is too old for the step that comes next ends as stale, whether the script offers it or has forgotten it: so what is kept
+here is of K + 1 steps, and what the script itself holds back.
+
+The staleness bound is the batch cut's (`rules.batch.is_stale`), for those siblings that are to be trained.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from orchestrator.rules.batch import Ended, Siblings, Verdict, ended_of, is_stale
+from pipelinerl.errors import NobodySends, NothingTrained, RolloutsUnread, ScriptError, TrainedTwice
+from pipelinerl.messages import Group, Outcome, Sample, Score, ScoredTrajectory, TerminalStatus, Trajectory
+
+LEFT_OUT = "the script left it out"
+"""The reason given for a sibling that is not among the rows of the step that its group ended with."""
+UNSCORED = "the script did not score it"
+TOO_OLD = "oldest token over {} versions old"
+SCRIPT = "script"
+"""The component of a score that the script itself gave."""
+MAX_REMEMBERED = 1 << 16
+"""Groups that are over whose end is remembered for error messages. More only costs memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of a group, as a script has decided."""
+
+    group: Group
+    """All its siblings; those that were never scored have an invalid score."""
+    samples: tuple[Sample, ...] = ()
+    """Those that train; none where the group is dropped."""
+    ended: tuple[Ended, ...]
+    """The others."""
+    is_filtered: bool = False
+    """True where the method's filter has dropped it."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _OpenGroup:
+    """A group that a script has asked for and that is not over."""
+
+    num_siblings: int
+    members: dict[str, Trajectory] = dataclasses.field(default_factory=dict)
+    """Those that the script has read, by name."""
+    in_scoring: set[str] = dataclasses.field(default_factory=set)
+    scores: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
+    refused: tuple[TerminalStatus, str] | None = None
+    """Why its advantages were refused: it ends so unless it is trained nevertheless."""
+
+    @property
+    def is_read(self) -> bool:
+        return len(self.members) == self.num_siblings
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_read and not self.in_scoring
+
+
+class ScriptBook:
+    """The accounts of one script."""
+
+    def __init__(self, *, num_steps: int, max_staleness: int, withhold: int | None = None, first_step: int = 0) -> None:
+        """`withhold`: see `rules.batch.StepRules`."""
+        self.step = first_step
+        """The step that comes next."""
+        self.published = first_step
+        """The newest version that the script has published."""
+        self._num_steps = num_steps
+        self._max_staleness = max_staleness
+        self._withhold = withhold
+        self._open: dict[int, _OpenGroup] = {}
+        self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
+
+    # --- rollouts ---
+
+    def check_sample(self) -> None:
+        """Raise `NobodySends` where no engine may sample for the step that comes next, however long a script waits."""
+        if self.step >= self._num_steps:
+            raise NobodySends(
+                f"sample: all {self._num_steps} steps are trained (trainer.steps), so nothing could train what is sampled now. Leave the"
+                " block, or raise trainer.steps"
+            )
+        if self.is_out_of_reach:
+            raise NobodySends(
+                f"sample: step {self.step} comes next, and engines hold policy {self.published}, the last that was published: what it"
+                f" samples would be more than pipeline.max_staleness = {self._max_staleness} versions old. Publish first"
+            )
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """True where whatever an engine samples is too old for the next step, until the script publishes."""
+        return self.step - self.published > self._max_staleness
+
+    def admitted(self, group_id: int, *, num_siblings: int) -> None:
+        """Note that a group is sampled."""
+        self._open[group_id] = _OpenGroup(num_siblings=num_siblings)
+
+    def num_siblings(self, group_id: int) -> int:
+        """Return how many rollouts a group has that is not over."""
+        return self._open[group_id].num_siblings
+
+    def read(self, trajectory: Trajectory) -> None:
+        """Note that the script has a rollout."""
+        if (group := self._open.get(trajectory.group_id)) is not None:
+            group.members[trajectory.rollout_id] = trajectory
+
+    def begin_scoring(self, trajectory: Trajectory) -> None:
+        """Note that a rollout is to be scored. Raises `TrainedTwice` where it was before, `ScriptError` for one of another run."""
+        group = self._group_of(trajectory, call="score")
+        if trajectory.rollout_id in group.in_scoring or trajectory.rollout_id in group.scores:
+            raise TrainedTwice(f"score: rollout {trajectory.rollout_id} was scored before: each is scored once. Keep its score")
+        group.in_scoring.add(trajectory.rollout_id)
+
+    def scored(self, scored: ScoredTrajectory) -> None:
+        """Note a rollout's score."""
+        name = scored.trajectory.rollout_id
+        if (group := self._open.get(scored.trajectory.group_id)) is not None:
+            group.in_scoring.discard(name)
+            group.scores[name] = scored
+
+    def siblings(self, scored: Iterable[ScoredTrajectory]) -> list[Siblings]:
+        """Return scored rollouts by group, in the order in which the groups first appear. Raises `TrainedTwice` for one that is over."""
+        found: dict[int, dict[int, ScoredTrajectory]] = {}
+        for member in scored:
+            self._group_of(member.trajectory, call="advantages")
+            found.setdefault(member.trajectory.group_id, {})[member.trajectory.sibling] = member
+        return [tuple(members[number] for number in sorted(members)) for members in found.values()]
+
+    def refuse(self, group_id: int, status: TerminalStatus, reason: str) -> None:
+        """Note that a group gets no advantages, and how it ends unless the script trains it nevertheless."""
+        self._open[group_id].refused = (status, reason)
+
+    # --- steps ---
+
+    def train(self, rows: Sequence[Sample]) -> tuple[list[Decision], list[ScoredTrajectory]]:
+        """Decide about the step that comes next: return what becomes of each group that ends with it, and the scores that the script itself
+        gives.
+
+        Raises, and changes nothing, `NobodySends` after the last step; `TrainedTwice` for a rollout that is over; `RolloutsUnread` for a
+        group with a sibling that the script has not read; `ScriptError` for rows that are none, or of which none is young enough.
+        """
+        offered = self._check_rows(rows)
+        trained, stale = [], []
+        for group_id, samples in offered.items():
+            members = tuple(self._member(group_id, sample.trajectory, reward=sample.reward) for sample in samples)
+            is_old = is_stale(members, step=self.step, max_staleness=self._max_staleness, withhold=self._withhold)
+            (stale if is_old else trained).append(group_id)
+        if not trained:
+            raise ScriptError(
+                f"train: the rows are of {len(offered)} groups, each with a token more than pipeline.max_staleness = {self._max_staleness}"
+                f" versions older than step {self.step}. Sample anew, or train sooner what was sampled"
+            )
+        given = [
+            self._member(group_id, sample.trajectory, reward=sample.reward)
+            for group_id in trained
+            for sample in offered[group_id]
+            if sample.trajectory.rollout_id not in self._open[group_id].scores
+        ]
+        for member in given:
+            self.scored(member)
+        decisions = [*self.drops(), *(self._drop(group_id, *self._too_old) for group_id in stale)]
+        decisions += [self._drop(group_id, *self._too_old) for group_id in self._forgotten(besides=offered)]
+        decisions += [self._assign(group_id, offered[group_id]) for group_id in trained]
+        self.step += 1
+        return decisions, given
+
+    def drops(self) -> list[Decision]:
+        """End the groups whose advantages were refused."""
+        refused = [(group_id, group.refused) for group_id, group in self._open.items() if group.refused is not None and group.is_settled]
+        return [self._drop(group_id, *how) for group_id, how in refused]
+
+    def check_publish(self) -> None:
+        """Raise `NothingTrained` where the newest policy is published."""
+        if self.step == self.published:
+            after = "no step was trained yet" if not self.step else f"policy {self.step} is published, and no step was trained since"
+            raise NothingTrained(f"publish: {after}. Train first")
+
+    def check_save(self) -> None:
+        """Raise `NothingTrained` before the first step."""
+        if not self.step:
+            raise NothingTrained("save: no step was trained yet: the model is as it lies in model.path. Train first")
+
+    # --- inside ---
+
+    @property
+    def _too_old(self) -> tuple[TerminalStatus, str]:
+        return TerminalStatus.STALE, TOO_OLD.format(self._max_staleness)
+
+    def _check_rows(self, rows: Sequence[Sample]) -> dict[int, list[Sample]]:
+        """Return the rows by group, in order of appearance."""
+        if self.step >= self._num_steps:
+            raise NobodySends(
+                f"train: all {self._num_steps} steps are trained (trainer.steps): nobody would train another. Raise trainer.steps"
+            )
+        if not rows:
+            raise ScriptError("train: no rows. Where a filter has dropped every group, sample more before training")
+        offered: dict[int, list[Sample]] = {}
+        names: set[str] = set()
+        for sample in rows:
+            trajectory = sample.trajectory
+            group = self._group_of(trajectory, call="train")
+            if trajectory.rollout_id in names:
+                raise TrainedTwice(f"train: rollout {trajectory.rollout_id} is twice among the rows")
+            names.add(trajectory.rollout_id)
+            _check_row(sample, group.scores.get(trajectory.rollout_id))
+            offered.setdefault(trajectory.group_id, []).append(sample)
+        for group_id in offered:
+            self._check_is_settled(group_id)
+        return offered
+
+    def _check_is_settled(self, group_id: int) -> None:
+        group = self._open[group_id]
+        if not group.is_read:
+            missing = group.num_siblings - len(group.members)
+            raise RolloutsUnread(
+                f"train: {missing} of the {group.num_siblings} rollouts of group {group_id} were not read yet, and a group ends whole: read"
+                " all siblings of a group, then train those you choose"
+            )
+        if group.in_scoring:
+            raise ScriptError(f"train: {', '.join(sorted(group.in_scoring))} are being scored: await their scores first")
+
+    def _group_of(self, trajectory: Trajectory, *, call: str) -> _OpenGroup:
+        """Return the group of a rollout that the script has read."""
+        group = self._open.get(trajectory.group_id)
+        if group is not None and group.members.get(trajectory.rollout_id) is trajectory:
+            return group
+        if group is None and trajectory.group_id in self._ended:
+            raise TrainedTwice(f"{call}: rollout {trajectory.rollout_id} is over: its group {self._ended[trajectory.group_id]}")
+        raise ScriptError(
+            f"{call}: rollout {trajectory.rollout_id} is none that this script has read in this run and that is not over; a rollout is"
+            " passed on as it was read, not changed"
+        )
+
+    def _member(self, group_id: int, trajectory: Trajectory, *, reward: float | None = None) -> ScoredTrajectory:
+        """Return a sibling with its score; with the script's own where there is no other."""
+        known = self._open[group_id].scores.get(trajectory.rollout_id)
+        return known if known is not None else ScoredTrajectory(trajectory=trajectory, score=_score(trajectory, reward))
+
+    def _forgotten(self, *, besides: dict[int, list[Sample]]) -> list[int]:
+        """Return the groups of which no sibling could be trained any more."""
+        bound = {"step": self.step, "max_staleness": self._max_staleness, "withhold": self._withhold}
+        return [
+            group_id
+            for group_id, group in self._open.items()
+            if group_id not in besides
+            and group.is_settled
+            and all(is_stale((self._member(group_id, one),), **bound) for one in group.members.values())
+        ]
+
+    def _assign(self, group_id: int, samples: Sequence[Sample]) -> Decision:
+        return _decision(group_id, self._end(group_id, f"ended with step {self.step}"), samples)
+
+    def _drop(self, group_id: int, status: TerminalStatus, reason: str) -> Decision:
+        members = self._end(group_id, f"was dropped as {status} ({reason})")
+        ended = tuple(_left_out(member, status, reason) for member in members)
+        is_filtered = status is TerminalStatus.FILTERED
+        return Decision(group=Group(group_id=group_id, members=members), ended=ended, is_filtered=is_filtered)
+
+    def _end(self, group_id: int, words: str) -> Siblings:
+        members = tuple(self._member(group_id, one) for one in self._open[group_id].members.values())
+        self._ended[group_id] = words
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        del self._open[group_id]
+        return tuple(sorted(members, key=lambda member: member.trajectory.sibling))
+
+
+def finish(samples: Iterable[Sample], scored: Iterable[ScoredTrajectory]) -> list[Decision]:
+    """Return the decisions that an interrupted process of the run had made about these samples; `scored` are siblings, too."""
+    chosen: dict[int, list[Sample]] = {}
+    for sample in samples:
+        chosen.setdefault(sample.trajectory.group_id, []).append(sample)
+    members: dict[int, list[ScoredTrajectory]] = {group_id: [] for group_id in chosen}
+    for member in scored:
+        if member.trajectory.group_id in chosen:
+            members[member.trajectory.group_id].append(member)
+    return [_decision(group_id, tuple(members[group_id]), own) for group_id, own in chosen.items()]
+
+
+def _decision(group_id: int, members: Siblings, samples: Sequence[Sample]) -> Decision:
+    names = {sample.trajectory.rollout_id for sample in samples}
+    others = [member for member in members if member.trajectory.rollout_id not in names]
+    ended = tuple(_left_out(member, TerminalStatus.FILTERED, LEFT_OUT) for member in others)
+    return Decision(group=Group(group_id=group_id, members=members), samples=tuple(samples), ended=ended)
+
+
+def _left_out(member: ScoredTrajectory, status: TerminalStatus, reason: str) -> Ended:
+    """End a sibling that does not train; nobody has found one to fail that was never scored."""
+    return (
+        Ended(scored=member, status=status, reason=reason)
+        if member.score.error == UNSCORED
+        else ended_of(member, status=status, reason=reason)
+    )
+
+
+def _check_row(sample: Sample, scored: ScoredTrajectory | None) -> None:
+    """Raise `ScriptError` for a row that cannot train, or that is not of the score that the ledger has."""
+    trajectory = sample.trajectory
+    if not trajectory.num_trained_tokens or trajectory.is_greedy:
+        why = "is greedy, and serves for its reward alone" if trajectory.is_greedy else f"has no sampled token ({trajectory.error})"
+        raise ScriptError(f"train: rollout {trajectory.rollout_id} {why}. Leave it out of the rows")
+    if not np.isfinite(sample.advantages).all() or not np.isfinite(sample.reward):
+        raise ScriptError(f"train: rollout {trajectory.rollout_id} has a reward or an advantage that is not finite")
+    if scored is not None and (sample.reward != scored.score.reward or sample.weight != scored.weight):
+        raise ScriptError(
+            f"train: rollout {trajectory.rollout_id} comes with the reward {sample.reward} and was scored {scored.score.reward}"
+            f" ({scored.score.outcome}): what changes a reward belongs into the advantages, the reward stays what was scored"
+        )
+
+
+def _score(trajectory: Trajectory, reward: float | None) -> Score:
+    """Return the score that a script gives a rollout; without a reward, the one of a rollout that nobody has scored."""
+    outcome = Outcome.INVALID if reward is None else Outcome.OK
+    return Score(
+        rollout_id=trajectory.rollout_id,
+        attempt=trajectory.attempt,
+        outcome=outcome,
+        reward=reward,
+        components={} if reward is None else {SCRIPT: reward},
+        error=UNSCORED if reward is None else "",
+    )
+
+
+class ScriptCut:
+    """The cut of a scripted run: a step is what the script trains at once. Decisions are made by `ScriptBook`, and carried out here."""
+
+    is_full = False
+    """A step is closed by whoever decides, see `stages.script`."""
+    is_holding = False
+
+    def __init__(self, *, first_step: int = 0) -> None:
+        self.step = first_step
+        self._decisions: dict[int, Decision] = {}
+        self._num_tokens = 0
+        self._num_samples = 0
+
+    def decide(self, decision: Decision) -> None:
+        """Say what becomes of a group that is going to be taken."""
+        self._decisions[decision.group.group_id] = decision
+
+    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Siblings], num_stopped: int = 0) -> None:
+        """Take over what an earlier process of the run has assigned to the step being filled."""
+        self._num_samples = len(samples)
+        self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
+
+    def take(self, group: Group) -> Verdict:
+        """Carry out what was decided about a group."""
+        decision = self._decisions.pop(group.group_id)
+        samples = decision.samples
+        self._num_samples += len(samples)
+        self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
+        return Verdict(
+            group=group,
+            step=self.step,
+            samples=samples,
+            delivered=samples,
+            ended=decision.ended,
+            is_assigned=bool(samples),
+            is_filtered=decision.is_filtered,
+        )
+
+    def close(self) -> tuple[int, int]:
+        """Begin the next step; return (tokens with a loss, samples) of the one that is closed."""
+        counts = (self._num_tokens, self._num_samples)
+        self.step, self._num_tokens, self._num_samples = self.step + 1, 0, 0
+        return counts

@@ -1,0 +1,221 @@
+"""What a script may ask of its run: sample, score, train, publish, evaluate, save. `orchestrator.controller` starts the run.
+
+Rollouts, scores and rows are the messages that the stages of every run pass on (`pipelinerl.messages.rollouts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.ledger.rollouts import Counts
+from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sampled_of, samples_of
+from orchestrator.run import Run
+from orchestrator.stages.streams import Stream
+from pipelinerl.config import Config
+from pipelinerl.errors import PeerRefused, ScriptError
+from pipelinerl.messages import Outcome, Prompt, Sample, ScoredTrajectory, StepDone, TerminalStatus, Trajectory
+from pipelinerl.storage.checkpoint_folder import name_of
+
+OWN_PROMPTS = 1 << 40
+"""Number of the first prompt that a script makes itself; prompts of `data.source` have smaller ones."""
+
+Row = Mapping[str, Any]
+"""A row as `data.source` would give it: the column of `data.prompt_column`, and what rewards read."""
+
+
+class ScriptedRun:
+    """A run under way, as a script sees it. Calls raise `ScriptError` where they ask for what cannot be, and what has ended the run.
+
+    A `Trajectory` is a rollout that finished, a `ScoredTrajectory` one that is scored, a `Sample` a row to train: a rollout with an
+    advantage for each token. Each is used as it came.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        config: Config,
+        folder: Path,
+        prompt_of: Callable[[int, Row], Prompt],
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        """`prompt_of` makes a prompt of a number and a row; `decode` the text of a completion's tokens."""
+        assert run.pipeline.script is not None, "the run was made for a script"
+        self.folder = folder
+        """The run's folder: journal, ledger, checkpoints, and in the end `model/`."""
+        self._run = run
+        self._given = run.parts.given
+        self._script = run.pipeline.script
+        self._config = config
+        self._prompt_of = prompt_of
+        self._decode = decode
+        self._num_own_prompts = run.parts.past.next_group_id
+
+    @property
+    def step(self) -> int:
+        """The step that comes next: as many are trained, or on their way."""
+        return self._script.book.step
+
+    @property
+    def num_steps(self) -> int:
+        """The most steps of this run, `trainer.steps`, by which the learning rate is planned."""
+        return self._config.trainer.steps
+
+    @property
+    def version(self) -> int:
+        """The policy that was published last; 0 is the model that the run began with."""
+        return self._script.book.published
+
+    @property
+    def rollouts(self) -> Counts:
+        """The rollouts so far by how they ended. `admitted` is the sum of the others, always."""
+        return self._given.ledger.counts()
+
+    # --- rollouts ---
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """Draw the next prompts of `data.source`. Raises `DataError`."""
+        return [self._given.source.next() for _ in range(count)]
+
+    def sample(self, prompts: Iterable[Prompt | Row], *, group: int | None = None) -> Stream[Trajectory]:
+        """Have each prompt answered `group` times (`rollout.group_size`), from this moment on, whether or not anybody reads.
+
+        `async for` gives each rollout as it finishes, `await` all of them. Every one has to be read. A prompt is one of `prompts`, or a row
+        of your own. Raises `NobodySends` where the policy that engines hold is too old for the next step until `publish`, `DataError` for a
+        prompt that is too long.
+        """
+        if group is not None:
+            self._check_group(group)
+        return self._script.sample([self._prompt(one) for one in prompts], num_siblings=group)
+
+    def score(self, rollouts: Iterable[Trajectory] | AsyncIterable[Trajectory]) -> Stream[ScoredTrajectory]:
+        """Have rollouts scored by the rewards of the config; takes a list of them, or what `sample` returned.
+
+        Gives each as its score is there. A reward that fails is an outcome, not a number: `score.reward` is then None. Raises
+        `TrainedTwice` for a rollout that was scored before.
+        """
+        return self._script.score(rollouts)
+
+    def advantages(self, scored: Iterable[ScoredTrajectory]) -> list[Sample]:
+        """Return the rows that the method of the config makes of these, siblings together.
+
+        A group that the method filters out, or too few of whose siblings have a reward, gives no row, and ends with the next step as
+        filtered or failed. A rule over a whole step (`batch`) takes all that is given here as the step.
+        """
+        self._script.check()
+        rules, kept = self._given.step_rules, list[tuple[Siblings, list[Any]]]()
+        for siblings in self._script.book.siblings(scored):
+            usable = tuple(member for member in siblings if member.score.outcome is Outcome.OK)
+            found = self._refusal(siblings, usable) or self._given.group_advantages(usable)
+            if isinstance(found, tuple):
+                self._script.book.refuse(siblings[0].trajectory.group_id, *found)
+            elif isinstance(found, Filtered):
+                self._script.book.refuse(siblings[0].trajectory.group_id, TerminalStatus.FILTERED, found.reason)
+            else:
+                kept.append((usable, found))
+        if kept and rules is not None and rules.step_advantages is not None:
+            groups = [usable for usable, _ in kept]
+            kept = list(zip(groups, rules.step_advantages(groups), strict=True))
+        return [sample for usable, columns in kept for sample in samples_of(usable, columns)]
+
+    def text(self, rollout: Trajectory) -> str:
+        """Return the text of what was sampled, as rewards see it."""
+        return self._decode(rollout.token_ids[len(rollout.prompt.token_ids) :].tolist())
+
+    # --- the policy ---
+
+    async def train(self, rows: Sequence[Sample], *, loss: str | None = None) -> StepDone:
+        """Train rows as one step, and return what the trainer says of it; `metrics` has its figures.
+
+        The rows of a group go into one step, after all its siblings were read; those left out end as filtered. A group with a token more
+        than `pipeline.max_staleness` versions older than this step does not train, and ends as stale. `loss` names the method whose loss is
+        used, `algorithm.name`. Raises `TrainedTwice`, `RolloutsUnread`, `NobodySends` after the last step, and `ScriptError` where no row
+        can train.
+        """
+        if loss not in (None, self._config.algorithm.name):
+            raise ScriptError(
+                f"train: loss is {loss!r}, and the trainer was started for {self._config.algorithm.name!r}: set algorithm.name, and"
+                " algorithm.overrides for single rules of it"
+            )
+        return await self._script.train(rows)
+
+    async def publish(self) -> int:
+        """Bring the newest policy to the engines, and return its version.
+
+        Waits until the trainer has written it, not until engines hold it: each fetches it while it decodes, and swaps between two forward
+        passes. Raises `NothingTrained` where no step was trained since the last time.
+        """
+        self._script.check()
+        self._script.book.check_publish()
+        version = self.step
+        await self._script.publish(version)
+        return version
+
+    async def evaluate(self) -> float | None:
+        """Return the mean reward of the held-out prompts (section `evaluation`) under the policy that was published last.
+
+        Waits until every engine holds it. None where the evaluation was given up: the journal says why. The answers are no rollouts of
+        the run, and none of them trains. Raises `ScriptError` without `evaluation.source`.
+        """
+        self._script.check()
+        if not self._given.held_out:
+            raise ScriptError("evaluate: no held-out prompts. Set evaluation.source")
+        version, evaluation = self.version, self._run.evaluation
+        await self._script.beside(self._run.in_force(version), f"engines to commit policy {version}")
+        await self._script.beside(evaluation.evaluate(version), f"the evaluation of policy {version}")
+        return dict(evaluation.results).get(version)
+
+    async def save(self) -> Path:
+        """Write a checkpoint of the newest policy, and return its folder; `pipelinerl export` makes a model folder of it.
+
+        The run also saves every `checkpoint.every` steps and at its end. Raises `NothingTrained` before the first step, `PeerRefused` where
+        it could not be written.
+        """
+        self._script.check()
+        self._script.book.check_save()
+        version = self.step
+        await self._script.save(version, checkpoints=self._run.pipeline.training.session.checkpoints)
+        path = self.folder / "checkpoints" / name_of(version)
+        if not path.is_dir():
+            raise PeerRefused(f"save: the trainer could not write {path}: see its log. The checkpoint before it is untouched")
+        return path
+
+    async def leave(self) -> None:
+        """End the run well: drop what the method has refused, and wait until the last policy is saved.
+
+        Raises `RolloutsUnread` where something was not read.
+        """
+        script, training = self._script, self._run.pipeline.training
+        script.check_all_read()
+        await script.drop_refused()
+        if self.step < self.num_steps:
+            self._run.stop("the script has ended", evaluates=False)
+            return
+        script.held.publish(self.step)
+        await script.beside(training.finished.wait(), "the trainer to save the last policy")
+        script.left.set()
+
+    # --- inside ---
+
+    def _prompt(self, prompt: Prompt | Row) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        number, self._num_own_prompts = OWN_PROMPTS + self._num_own_prompts, self._num_own_prompts + 1
+        return self._prompt_of(number, prompt)
+
+    def _check_group(self, group: int) -> None:
+        most = self._config.rollout.group_size
+        if not 1 <= group <= most or (group < most and self._run.parts.adds_greedy):
+            expected = f"rollout.group_size, {most}" if self._run.parts.adds_greedy else f"1 to rollout.group_size, {most}"
+            raise ScriptError(f"sample: group is {group}, expected {expected}")
+
+    def _refusal(self, siblings: Siblings, usable: Siblings) -> tuple[TerminalStatus, str] | None:
+        """Say why a group fails, by the rules of `rules.batch.BatchCut`."""
+        fewest = self._config.batch.min_group_size
+        if len(sampled_of(usable)) < max(1, min(fewest, len(sampled_of(siblings)))):
+            return TerminalStatus.FAILED, f"fewer than {fewest} siblings scored"
+        if self._run.parts.adds_greedy and greedy_of(usable) is None:
+            return TerminalStatus.FAILED, "its greedy sibling has no reward"
+        return None

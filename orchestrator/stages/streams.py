@@ -1,0 +1,103 @@
+"""Streams give a script results as they come: `async for` gives each when it is there, `await` all of them, in the order of their coming.
+
+A stream is at work from the call that made it, whether or not anybody reads it. So a script that asks for the next rollouts before it
+trains on the last ones has them sampled meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Room:
+    """The room for results that wait to be read, of every stream of a kind."""
+
+    what: str
+    bound_bytes: int
+    num_bytes: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes >= self.bound_bytes
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Intake(Generic[_T]):
+    """The end of a stream at which results arrive."""
+
+    what: str
+    """Names the call, for messages."""
+    room: Room
+    num_bytes: Callable[[_T], int]
+    """Gives the bytes of a result."""
+    num_left: int = 0
+    """Results that were asked for and that the script does not have."""
+    num_unadmitted: int = 0
+    """Prompts of them that no engine has been asked for."""
+    is_whole: bool = True
+    """False while more may be asked for."""
+    ready: collections.deque[_T] = dataclasses.field(default_factory=collections.deque)
+    failure: BaseException | None = None
+    reader: asyncio.Task[Any] | None = dataclasses.field(default_factory=asyncio.current_task)
+    """The task that has made the stream, or read it last."""
+    is_abandoned: bool = False
+    """True where nobody can read it any more, and there was something left to read."""
+
+    @property
+    def is_over(self) -> bool:
+        """True where the script has all that will come."""
+        return self.failure is not None or (self.is_whole and not self.num_left)
+
+    def put(self, result: _T) -> None:
+        if not self.is_abandoned:
+            self.ready.append(result)
+            self.room.num_bytes += self.num_bytes(result)
+
+    def take(self) -> _T:
+        result = self.ready.popleft()
+        self.room.num_bytes -= self.num_bytes(result)
+        self.num_left -= 1
+        return result
+
+    def abandon(self) -> None:
+        """Note that nobody can read any more, and give the room back."""
+        self.is_abandoned = True
+        self.room.num_bytes -= sum(map(self.num_bytes, self.ready))
+        self.ready.clear()
+
+
+class Stream(Generic[_T]):
+    """The end of a stream at which a script reads: an async iterator, and an awaitable of all results."""
+
+    def __init__(
+        self, intake: Intake[_T], *, take: Callable[[Intake[_T]], Awaitable[_T | None]], abandon: Callable[[Intake[Any]], None]
+    ) -> None:
+        """`take` waits for the next result, None at the end; `abandon` is told of a stream that is let go of before its end."""
+        self._intake = intake
+        self._take = take
+        self._abandon = abandon
+
+    def __aiter__(self) -> Stream[_T]:
+        return self
+
+    async def __anext__(self) -> _T:
+        if (result := await self._take(self._intake)) is None:
+            raise StopAsyncIteration
+        return result
+
+    def __await__(self) -> Generator[Any, None, list[_T]]:
+        return self._all().__await__()
+
+    def __del__(self) -> None:
+        if not self._intake.is_over:
+            self._abandon(self._intake)
+
+    async def _all(self) -> list[_T]:
+        return [result async for result in self]
