@@ -220,9 +220,11 @@ class _Server:
 
 
 def is_base(folder: Path, name: str) -> bool:
-    """Return whether a client's name of the base model is that of the one in `folder`: a path to it, or the end of one."""
+    """Return whether a client's name of the base model is that of the one in `folder`: a path to it, the end of one, or its name on the
+    Hub, in whose cache it lies."""
     wanted, own = Path(name).parts, folder.absolute().parts
-    return bool(wanted) and (own[-len(wanted) :] == wanted or Path(name).absolute() == folder.absolute())
+    is_cached = f"models--{name.replace('/', '--')}" in own
+    return bool(wanted) and (own[-len(wanted) :] == wanted or is_cached or Path(name).absolute() == folder.absolute())
 
 
 if __name__ == "__main__":

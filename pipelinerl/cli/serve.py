@@ -37,15 +37,15 @@ def serve(config_file: ConfigFile, overrides: Overrides = None) -> None:
         [model]
         path = "models/my-model"
         [lora]
-        rank = 32                          # 0: all weights are trained, of one model at a time
+        rank = 32                          # 0: all weights are trained
 
     It prints the two variables by which a client finds it:
 
         export TINKER_BASE_URL=http://127.0.0.1:40123
         export TINKER_API_KEY=tml-...
 
-    Then any program that uses the SDK runs as it is: `python -m tinker_cookbook.recipes.sl_loop model_name=models/my-model`. Ctrl-C ends
-    the server; what clients have saved stays in `<run.folder>/saved`. docs/tinker.md says what is served, and what is not.
+    Then any program that uses the SDK runs as it is, such as `python -m tinker_cookbook.recipes.sl_loop model_name=...`. Ctrl-C ends the
+    server; what clients have saved stays in `<run.folder>/saved`. docs/tinker.md says what is served, and what is not.
     """
     settings = served(resolved(load(config_file, overrides=overrides or [], for_run=False)))
     with begin_early(settings) as early:

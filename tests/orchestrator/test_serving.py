@@ -18,10 +18,11 @@ from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.rules.residency import Residency
 from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.serving.__main__ import is_base
 from orchestrator.serving.backend import ServingBackend
 from orchestrator.serving.publications import Publications
 from orchestrator.serving.trainer import Trainer
-from pipelinerl.engine.base import Chunk
+from pipelinerl.engine.base import Sampled
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import VersionNotHeld
@@ -71,8 +72,9 @@ class SideBySide(FakeEngine):
         super().submit(request, version=version)
         self._named[request.rollout_id] = request.version
 
-    def step(self) -> list[Chunk]:
-        return [dataclasses.replace(chunk, version=self._named[chunk.rollout_id]) for chunk in super().step()]
+    def step(self) -> list[Sampled]:
+        (sampled,) = super().step()
+        return [dataclasses.replace(sampled, versions=np.array([self._named[name] for name in sampled.rollout_ids], np.int32))]
 
     def stage(self, order: StageWeights) -> None:
         super().stage(order)
@@ -344,3 +346,17 @@ def test_a_sequence_that_nobody_waits_for_is_withdrawn(tmp_path: Path) -> None:
         assert not desk.engine.running()
 
     run(test, tmp_path, num_places=0)
+
+
+@pytest.mark.parametrize("name", ["/data/Qwen/Qwen3-8B", "Qwen/Qwen3-8B", "Qwen3-8B"])
+def test_a_client_names_the_model_by_its_path_or_the_end_of_it(name: str) -> None:
+    assert is_base(Path("/data/Qwen/Qwen3-8B"), name)
+
+
+def test_a_model_of_the_hubs_cache_has_its_name_there() -> None:
+    assert is_base(Path("/root/hub/models--Qwen--Qwen3-8B/snapshots/0123"), "Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "", "B", "data"])
+def test_another_model_is_not_taken_for_it(name: str) -> None:
+    assert not is_base(Path("/data/Qwen/Qwen3-8B"), name)

@@ -3,6 +3,9 @@
 `python sdk_client.py MODEL RANK LEARNING_RATE`, with TINKER_BASE_URL and TINKER_API_KEY.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# The SDK is not installed where types are checked.
+
 from __future__ import annotations
 
 import itertools
