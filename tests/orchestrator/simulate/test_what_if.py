@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.recorded import read_journal
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.what_if import foretell
 from pipelinerl.config import Config
@@ -69,6 +70,10 @@ def test_nothing_later_is_read_for_it(run_folder: Path):
     whole, half = (world_of_run(SETTINGS, run_folder, until_s=until_s) for until_s in (float("inf"), 1014.0))
     assert len(whole.lengths.recorded) == 2 * STEPS
     assert len(half.lengths.recorded) == 14
+    journal = read_journal(run_folder, 1014.0)
+    assert len(journal.steps) == 7
+    assert max(end for _, end in journal.work) <= 1014.0
+    assert max(load["t"] for loads in journal.loads.values() for load in loads) <= 1014.0
 
 
 def test_a_run_that_tells_too_little_is_refused(tmp_path: Path):
