@@ -87,6 +87,38 @@ def test_a_parameter_that_is_filled_in_parts_of_a_tensor_or_not_at_all_is_found_
         plan_of(model, folder=folder)
 
 
+def test_what_is_loaded_is_not_written_a_second_time(folder: Path):
+    class Filled(Model):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            self.fused.weight.zero_()
+            self.head.weight[4:].fill_(0.0)
+            super().load_weights(weights)
+
+    model = Filled()
+    before = [parameter.clone() for parameter in model.parameters()]
+    plan_of(model, folder=folder)
+    assert all(now.equal(then) for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_what_was_computed_of_a_checkpoint_tensor_is_no_copy_of_it(folder: Path):
+    class Sum(Model):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights((name, tensor + 1 if name == "k" else tensor) for name, tensor in weights)
+
+    with pytest.raises(ConfigError, match=r"not filled, or not once, by its checkpoint: \['fused\.weight'\]"):
+        plan_of(Sum(), folder=folder)
+
+
+def test_a_parameter_that_is_computed_with_while_it_is_filled_is_found_at_start(folder: Path):
+    class Scaled(Model):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(weights)
+            self.fused.weight.mul_(2.0)
+
+    with pytest.raises(ConfigError, match=r"vLLM computes with fused\.weight while it fills it"):
+        plan_of(Scaled(), folder=folder)
+
+
 def test_parameters_that_share_a_part_of_their_memory_are_found_at_start(folder: Path):
     model = Model()
     model.head.weight = torch.nn.Parameter(model.embed.weight.data[:3])

@@ -147,6 +147,8 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed],
     )
     with torch.no_grad(), recorder:
         model.load_weights(iter(checkpoint.items()))  # pyright: ignore[reportCallIssue]
+    if recorder.computed:
+        raise ConfigError(f"vLLM computes with {min(recorder.computed)} while it fills it; such a model cannot yet be swapped by pointer")
     offsets, placed = _place(parameters)
     parts: dict[str, list[Part]] = {}
     filled = dict.fromkeys(parameters, 0)
@@ -211,23 +213,34 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+"""Changes that do not hang on what was there: of the padding of a vocabulary, for example."""
+
+
 class _CopyRecorder(TorchDispatchMode):
-    """Notes every copy from a checkpoint tensor into a parameter."""
+    """Notes every copy from a checkpoint tensor into a parameter. Nothing is written to parameters: they hold what loading leaves."""
 
     def __init__(self, *, targets: dict[int, str], sources: dict[int, str]) -> None:
         super().__init__()
         self.copies: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
+        self.computed: set[str] = set()
+        """Parameters that are computed with while they are filled: they do not hold what the checkpoint does."""
         self._targets = targets
         self._sources = sources
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            target, source = args[0], args[1]
-            name = self._targets.get(target.untyped_storage().data_ptr())
-            origin = self._sources.get(source.untyped_storage().data_ptr())
-            if name is not None and origin is not None:
-                self.copies.append((name, target, origin, source))
+        if func._schema.is_mutable and args and (name := self._target_of(args[0])) is not None:
+            if func is torch.ops.aten.copy_.default:
+                if (origin := self._sources.get(args[1].untyped_storage().data_ptr())) is not None:
+                    self.copies.append((name, args[0], origin, args[1]))
+            elif func not in _FILLS:
+                self.computed.add(name)
+            return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _target_of(self, value: Any) -> str | None:
+        """The parameter that a tensor with anything in it is a part of; None where it is of none."""
+        return self._targets.get(value.untyped_storage().data_ptr()) if isinstance(value, torch.Tensor) and value.numel() else None
 
 
 def _owners(
