@@ -37,11 +37,14 @@ def start(work: Callable[[], object], *, cores: Collection[int] = ()) -> int:
         os._exit(code)
 
 
-def result_of(work: Callable[..., Any], *arguments: Any, cores: Collection[int] = ()) -> Any:
-    """Run in a child and return what it returns, through JSON. Ends this process where the work fails."""
+def result_of(
+    work: Callable[..., Any], *arguments: Any, cores: Collection[int] = (), meanwhile: Callable[[], object] = lambda: None
+) -> Any:
+    """Run in a child, and something else here meanwhile; return what the child returns, through JSON. Ends this process where it fails."""
     reader, writer = os.pipe()
     child = start(lambda: os.write(writer, json.dumps(work(*arguments)).encode()), cores=cores)
     os.close(writer)
+    meanwhile()
     with os.fdopen(reader) as result:
         text = result.read()
     if os.waitpid(child, 0)[1]:

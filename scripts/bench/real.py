@@ -16,6 +16,7 @@ import functools
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,11 @@ def measure(arguments: Any) -> harness.Measured:
         _idle(found, model)
     set_environment()
     if "trainer" in parts:
-        _trainer(found, model, is_quick=arguments.quick)
+        _trainer(
+            found, model, is_quick=arguments.quick, meanwhile=_import_engine if arguments.quick and "engine" in parts else lambda: None
+        )
     if "engine" in parts:
-        from pipelinerl.engine.vllm.imports import import_everything
-
-        import_everything()
+        _import_engine()
         _engine(found, model, is_quick=arguments.quick)
     columns = list(dict.fromkeys(name for row in found.rows for name in row))
     found.rows = [{name: row.get(name, "") for name in columns} for row in found.rows]
@@ -90,11 +91,24 @@ def _engine(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
     ]
 
 
-def _trainer(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
+def _import_engine() -> None:
+    """Import what engines need, for the forks to come, on their core; a second time this does nothing."""
+    from pipelinerl.runtime.imports import of_large_packages
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {ENGINE_CORE})
+    with of_large_packages():
+        from pipelinerl.engine.vllm.imports import import_everything
+
+        import_everything()
+    os.sched_setaffinity(0, cores)
+
+
+def _trainer(found: harness.Measured, model: Path, *, is_quick: bool, meanwhile: Callable[[], None]) -> None:
     for name, lora, equal_reward, goal in CASES[:1] if is_quick else CASES:
         size = {"num_groups": 1 if not equal_reward else 7, "rounds": 1 if equal_reward or is_quick else 2, "row_tokens": 4096}
         with_signal = "every group has a signal" if not equal_reward else f"{equal_reward:.0%} of groups have equal rewards"
-        shown = harness.steadily(lambda options=(lora, equal_reward, size): _trained(model, *options))
+        shown = harness.steadily(lambda options=(lora, equal_reward, size): _trained(model, *options, meanwhile=meanwhile))
         what = f"{name}, {with_signal}"
         found.rows += [
             {"part": "trainer", "what": f"{what}: ours", "per s": shown["ours"]},
@@ -104,13 +118,13 @@ def _trainer(found: harness.Measured, model: Path, *, is_quick: bool) -> None:
         found.goals.append(harness.at_most(f"difference of the gradients, {what}", shown["difference"], 1e-3))
 
 
-def _trained(model: Path, lora: bool, equal_reward: float, size: dict[str, int]) -> dict[str, Any]:
+def _trained(model: Path, lora: bool, equal_reward: float, size: dict[str, int], *, meanwhile: Callable[[], None]) -> dict[str, Any]:
     def work() -> dict[str, Any]:
         from scripts.bench import real_trainer
 
         return real_trainer.measure(str(model), lora=lora, equal_reward=equal_reward, **size)
 
-    return children.result_of(work, cores={TRAINER_CORE})
+    return children.result_of(work, cores={TRAINER_CORE}, meanwhile=meanwhile)
 
 
 def _start(found: harness.Measured, model: Path) -> None:
