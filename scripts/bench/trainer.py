@@ -179,6 +179,7 @@ def _run_s(work: Work, run_folder: Path, waits: list[float]) -> float:
             sample_digest=SampleDigest(),
             in_progress=in_progress,
             checkpoint=lambda version, commit: None,
+            wait_for_checkpoint=lambda: None,
             take_news=lambda: (),
             checkpoint_every=len(work.steps),
         )
