@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -52,3 +53,14 @@ def test_a_published_mean_staleness_comes_out_of_the_live_rules():
     row = published.APPLIED_COMPUTE[0]
     oldest = published._applied_compute(row, steps=40).totals.oldest
     assert sum(age * num for age, num in oldest.items()) / oldest.total() == pytest.approx(row.predicted, abs=0.27)
+
+
+def test_the_results_page_tells_the_errors_of_the_stored_tries():
+    forecasts = json.loads(blind.FORECASTS.read_text())["forecasts"]
+    errors = [blind.errors_of(forecasts[one["case"]], one["live"]) for one in json.loads(blind.TRIES.read_text())]
+    all_errors = [error for each in errors for error in each.values()]
+    rates = [each["tokens_per_s"] for each in errors]
+    page = (blind.ROOT / "docs" / "results.md").read_text()
+    assert f"| {statistics.median(all_errors):.3f}, goal 0.05 / {max(all_errors):.3f}, goal 0.10: missed |" in page
+    near = sum(error <= blind.GOALS[1] for error in all_errors)
+    assert f"| {statistics.median(rates):.3f} / {max(rates):.3f}; {near} of {len(all_errors)} |" in page
