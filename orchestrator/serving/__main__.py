@@ -142,7 +142,7 @@ class _Server:
         before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         api_key = before.get("api_key") or f"tml-{secrets.token_urlsafe(32)}"
         listener, address = listen(self._section.interface, self._section.port or before.get("port", 0), section="tinker")
-        futures = Futures(max_pending=self._section.max_pending)
+        futures = Futures(max_pending=self._section.max_pending, max_held_bytes=self._section.max_held_bytes)
         tinker = self._tinker(futures, api_key=api_key)
         server = server_of(tinker.app(), max_connections=64 + self._section.max_pending)
         remember(path, {"address": address, "port": listener.getsockname()[1], "api_key": api_key})

@@ -13,6 +13,10 @@ class TinkerSection(Section):
     interface: str = Field("127.0.0.1", description="address or host name at which the server listens; its key travels unencrypted")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="0: a free one, kept when the server starts again")
     max_pending: PositiveInt = Field(4096, description="requests of all clients that wait for an answer; more hear 429, and ask again")
+    max_held_bytes: PositiveInt = Field(
+        1 << 30,
+        description="bytes of requests that wait for an answer, more hear 429; and of answers that are kept, the oldest are forgotten",
+    )
     max_body_bytes: PositiveInt = Field(32 << 20, description="bytes of one request's body")
     session_timeout_s: PositiveFloat = Field(
         600.0, description="a client that gave no sign of life for so long loses the models that it has not saved"

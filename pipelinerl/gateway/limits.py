@@ -78,7 +78,10 @@ class SendDeadline:
 
 
 async def read_body(request: Request, *, max_bytes: int, key: str = "gateway.max_body_bytes") -> bytes:
-    """Read a request's body; `key` is the setting that bounds it. Raises `RequestRefused`."""
+    """Read a request's body, and note its size as `request.state.num_bytes`; `key` is the setting that bounds it.
+
+    Raises `RequestRefused`.
+    """
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -89,6 +92,7 @@ async def read_body(request: Request, *, max_bytes: int, key: str = "gateway.max
                     raise RequestRefused(413, words, code="body_too_large")
     except TimeoutError:
         raise RequestRefused(408, f"the body did not come within {BODY_S:g} s", code="slow_client") from None
+    request.state.num_bytes = len(body)
     return bytes(body)
 
 

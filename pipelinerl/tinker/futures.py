@@ -1,7 +1,7 @@
 """Requests under way and their answers. A request that is sent again (the same owner, the same number) is the same future.
 
 An answer stays for `KEPT_S` after it was made, so that a reply that was lost on its way can be asked for again; then its future is
-forgotten, and the client hears 410.
+forgotten, and the client hears 410. Where answers take more than `max_held_bytes`, the oldest are forgotten sooner.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any
+
+import msgspec
 
 from pipelinerl.tinker.backend import Refusal
 
@@ -31,18 +33,24 @@ class _Future:
     key: Hashable
     reply: Mapping[str, Any]
     task: asyncio.Future[Answer]
+    num_bytes: int
+    """Of the request while it waits, of the answer from then on."""
     done_at: float | None = None
 
 
 class Futures:
     """All futures of one server."""
 
-    def __init__(self, *, max_pending: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, max_pending: int, max_held_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_repeated = 0
         """Requests that were sent again."""
         self.num_pending = 0
         """Requests without an answer so far."""
-        self._max_pending = max_pending
+        self.num_pending_bytes = 0
+        """Bytes of their bodies."""
+        self._num_kept_bytes = 0
+        """Bytes of answers."""
+        self._max_pending, self._max_held_bytes = max_pending, max_held_bytes
         self._clock = clock
         self._numbers = itertools.count()
         self._futures: collections.OrderedDict[str, _Future] = collections.OrderedDict()
@@ -59,15 +67,16 @@ class Futures:
     def is_full(self) -> bool:
         """True where no more requests are taken."""
         self._forget()
-        return self.num_pending >= self._max_pending
+        return self.num_pending >= self._max_pending or self.num_pending_bytes >= self._max_held_bytes
 
-    def begin(self, key: Hashable, work: Awaitable[Answer], **reply: Any) -> Mapping[str, Any]:
-        """Take a request; return the reply to it."""
+    def begin(self, key: Hashable, work: Awaitable[Answer], *, num_bytes: int, **reply: Any) -> Mapping[str, Any]:
+        """Take a request whose body has so many bytes; return the reply to it."""
         request_id = f"request-{next(self._numbers)}"
         task = asyncio.ensure_future(work)
-        future = self._futures[request_id] = _Future(key=key, reply={"request_id": request_id, **reply}, task=task)
+        future = self._futures[request_id] = _Future(key=key, reply={"request_id": request_id, **reply}, task=task, num_bytes=num_bytes)
         self._by_key[key] = request_id
         self.num_pending += 1
+        self.num_pending_bytes += num_bytes
         task.add_done_callback(lambda _: self._done(future))
         return future.reply
 
@@ -100,15 +109,27 @@ class Futures:
     def _done(self, future: _Future) -> None:
         future.done_at = self._clock()
         self.num_pending -= 1
+        self.num_pending_bytes -= future.num_bytes
         error = None if future.task.cancelled() else future.task.exception()
+        future.num_bytes = 0 if future.task.cancelled() or error is not None else _size_of(future.task.result())
+        self._num_kept_bytes += future.num_bytes
+        self._forget()
         if error is not None and not isinstance(error, Refusal):  # a bug of ours: the client hears one line of it
             traceback.print_exception(error)
 
     def _forget(self) -> None:
-        """Forget answers that were there for long. They are looked at in the order of the requests, which is nearly that of the answers."""
-        while self._futures:
-            request_id, oldest = next(iter(self._futures.items()))
-            if oldest.done_at is None or self._clock() - oldest.done_at < KEPT_S:
-                return
-            del self._futures[request_id]
-            del self._by_key[oldest.key]
+        """Forget answers that were there for long, and the oldest while all of them take too much. Requests that wait are passed over."""
+        forgotten: list[str] = []
+        for request_id, future in self._futures.items():
+            if future.done_at is None:
+                continue
+            if self._clock() - future.done_at < KEPT_S and self._num_kept_bytes <= self._max_held_bytes:
+                break
+            self._num_kept_bytes -= future.num_bytes
+            forgotten.append(request_id)
+        for request_id in forgotten:
+            del self._by_key[self._futures.pop(request_id).key]
+
+
+def _size_of(answer: Answer) -> int:
+    return len(answer) if isinstance(answer, bytes) else len(msgspec.json.encode(answer))

@@ -143,7 +143,7 @@ class Tinker:
         ask = await self._ask(request, asks.CreateModel)
         self._heard(ask.session_id)
         model_id = f"{ask.session_id}:train:{ask.model_seq_id}"
-        return self._begin(("create_model", model_id), lambda: self.training.create(ask, model_id=model_id), model_id=model_id)
+        return self._begin(request, ("create_model", model_id), lambda: self.training.create(ask, model_id=model_id), model_id=model_id)
 
     async def get_info(self, request: Request) -> Response:
         ask = await self._ask(request, asks.OfModel)
@@ -157,22 +157,22 @@ class Tinker:
         async def unloaded() -> Answer:
             return self.training.unload(ask.model_id)
 
-        return self._begin(("unload", ask.model_id), unloaded)
+        return self._begin(request, ("unload", ask.model_id), unloaded)
 
     async def forward_backward(self, request: Request) -> Response:
         body = await read_body(request, max_bytes=self.section.max_body_bytes, key="tinker.max_body_bytes")
         if encoding := request.headers.get("content-encoding"):
             raise RequestRefused(415, f"the body is encoded as {encoding}; client/config does not ask for that", code="encoding")
         asked = data.read(body)
-        return self._begin(("model", asked.model_id, asked.seq_id), lambda: self.training.forward_backward(asked))
+        return self._begin(request, ("model", asked.model_id, asked.seq_id), lambda: self.training.forward_backward(asked))
 
     async def optim_step(self, request: Request) -> Response:
         ask = await self._ask(request, asks.OptimStep)
-        return self._begin(("model", ask.model_id, ask.seq_id), lambda: self.training.optim_step(ask))
+        return self._begin(request, ("model", ask.model_id, ask.seq_id), lambda: self.training.optim_step(ask))
 
     async def save_weights(self, request: Request) -> Response:
         ask = await self._ask(request, asks.SaveWeights)
-        return self._begin(("model", ask.model_id, ask.seq_id), lambda: self.training.save(ask))
+        return self._begin(request, ("model", ask.model_id, ask.seq_id), lambda: self.training.save(ask))
 
     async def load_weights(self, request: Request) -> Response:
         ask = await self._ask(request, asks.LoadWeights)
@@ -181,11 +181,11 @@ class Tinker:
         key = (
             ("create_model", f"{ask.session_id}:train:{ask.model_seq_id}") if ask.model_id is None else ("model", ask.model_id, ask.seq_id)
         )
-        return self._begin(key, lambda: self.training.load(ask))
+        return self._begin(request, key, lambda: self.training.load(ask))
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         ask = await self._ask(request, asks.SaveForSampler)
-        return self._begin(("model", ask.model_id, ask.seq_id), lambda: self.training.save_for_sampler(ask))
+        return self._begin(request, ("model", ask.model_id, ask.seq_id), lambda: self.training.save_for_sampler(ask))
 
     async def weights_info(self, request: Request) -> Response:
         ask = await self._ask(request, asks.WeightsPath)
@@ -227,7 +227,7 @@ class Tinker:
             requests = self.sampled.requests(ask, names=names)
             return self.sampled.answer(sampler.weights, requests, last_n=ask.prompt_logprobs_last_n)
 
-        return self._begin(key, sampled, sample_sequence_ids=names)
+        return self._begin(request, key, sampled, sample_sequence_ids=names)
 
     # --- futures ---
 
@@ -248,18 +248,19 @@ class Tinker:
         self.futures.cancel(ask.request_id)
         return _json({})
 
-    def _begin(self, key: Hashable, work: Callable[[], Awaitable[Answer]], **reply: Any) -> Response:
+    def _begin(self, request: Request, key: Hashable, work: Callable[[], Awaitable[Answer]], **reply: Any) -> Response:
         """Take a request, unless it was taken before; what is refused of it is its answer."""
         if (known := self.futures.known(key)) is not None:
             return _json(known)
         if self.futures.is_full:
-            words = f"{self.futures.num_pending} requests wait for an answer, as many as may (tinker.max_pending): try again later"
+            held = f"{self.futures.num_pending} requests of {self.futures.num_pending_bytes:,} bytes wait for an answer"
+            words = f"{held}, as many as may (tinker.max_pending, tinker.max_held_bytes): try again later"
             raise RequestRefused(429, words, code="busy", retry_after_s=1)
         try:
             begun = work()
         except Refusal as refusal:
             begun = _refused(refusal)
-        return _json(self.futures.begin(key, begun, **reply))
+        return _json(self.futures.begin(key, begun, num_bytes=request.state.num_bytes, **reply))
 
     # --- what is named ---
 

@@ -500,6 +500,7 @@ KEYS = [
     "tinker.interface",
     "tinker.port",
     "tinker.max_pending",
+    "tinker.max_held_bytes",
     "tinker.max_body_bytes",
     "tinker.session_timeout_s",
     "tinker.max_staleness",

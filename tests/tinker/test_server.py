@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 
 from pipelinerl.config import TinkerSection
 from pipelinerl.messages import (
@@ -29,7 +30,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.tinker import wire
 from pipelinerl.tinker.backend import Publication, Refusal, Weights
-from pipelinerl.tinker.futures import Futures
+from pipelinerl.tinker.futures import Answer, Futures
 from pipelinerl.tinker.provenance import Provenance
 from pipelinerl.tinker.sampling import Sampled
 from pipelinerl.tinker.server import Tinker
@@ -127,7 +128,7 @@ async def served(folder: Path, *, max_staleness: int | None = None, **section: A
     lines: list[tuple[str, dict[str, Any]]] = []
     tinker = Tinker(
         sessions=sessions,
-        futures=Futures(max_pending=section.pop("max_pending", 64)),
+        futures=Futures(max_pending=section.pop("max_pending", 64), max_held_bytes=section.pop("max_held_bytes", 1 << 20)),
         training=Training(
             backend=backend,
             sessions=sessions,
@@ -341,12 +342,63 @@ def test_a_client_that_has_ended_leaves_nothing_behind(tmp_path: Path):
 def test_a_server_that_has_enough_to_do_says_so(tmp_path: Path):
     async def test(client: Client) -> None:
         session = (await client.post("create_session")).json()["session_id"]
-        client.tinker.futures.begin("held", asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
+        client.tinker.futures.begin("held", asyncio.Event().wait(), num_bytes=1)  # pyright: ignore[reportArgumentType]
         full = await client.post("create_model", session_id=session, model_seq_id=0, base_model="my-model")
         assert full.status_code == 429
         assert full.json()["category"] == "server"
 
     run(test, tmp_path, max_pending=1)
+
+
+def test_requests_that_wait_are_bounded_in_bytes_too(tmp_path: Path):
+    async def test(client: Client) -> None:
+        session = (await client.post("create_session")).json()["session_id"]
+        client.tinker.futures.begin("held", asyncio.Event().wait(), num_bytes=101)  # pyright: ignore[reportArgumentType]
+        full = await client.post("create_model", session_id=session, model_seq_id=0, base_model="my-model")
+        assert full.status_code == 429
+        assert "1 requests of 101 bytes" in full.text
+
+    run(test, tmp_path, max_held_bytes=100)
+
+
+def test_the_bytes_of_a_request_are_those_of_its_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def test(client: Client) -> None:
+        sizes: list[int] = []
+        begin = client.tinker.futures.begin
+
+        def noted(key: Hashable, work: Awaitable[Answer], *, num_bytes: int, **reply: Any) -> Mapping[str, Any]:
+            sizes.append(num_bytes)
+            return begin(key, work, num_bytes=num_bytes, **reply)
+
+        monkeypatch.setattr(client.tinker.futures, "begin", noted)
+        session = (await client.post("create_session")).json()["session_id"]
+        asked = await client.post("create_model", session_id=session, model_seq_id=0, base_model="my-model")
+        assert sizes == [len(asked.request.content)]
+        assert sizes[0] > 20
+
+    run(test, tmp_path)
+
+
+async def _of(answer: bytes) -> bytes:
+    return answer
+
+
+def test_the_oldest_answers_are_forgotten_while_all_of_them_take_too_much():
+    async def fill() -> None:
+        futures = Futures(max_pending=8, max_held_bytes=100)
+        waits = futures.begin("waits", asyncio.Event().wait(), num_bytes=1)  # pyright: ignore[reportArgumentType]
+        names = [futures.begin(key, _of(b"x" * 40), num_bytes=60)["request_id"] for key in range(3)]
+        assert futures.num_pending_bytes == 181
+        assert futures.is_full
+        await asyncio.sleep(0.01)
+        assert futures.num_pending_bytes == 1
+        assert not futures.is_full
+        assert futures.known(0) is None, "40 of 120 bytes had to go, though the oldest request still waits"
+        assert await futures.answer(names[2]) == b"x" * 40
+        assert futures.known("waits") == waits
+        futures.close()
+
+    asyncio.run(fill())
 
 
 def test_what_a_model_cannot_be_is_said_when_it_is_made(tmp_path: Path):
