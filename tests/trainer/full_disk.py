@@ -12,7 +12,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, size_bytes: int) -> Iterator[Path]:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", folder], capture_output=True, text=True, check=False
     )

@@ -178,16 +178,21 @@ def test_experts_that_engines_name_one_by_one_are_gathered_and_nothing_else(fold
 def test_sharded_weights_without_room_are_passed_over_or_tried_by_one_rank_until_there_is(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk is full before any rank has written (no buffer can be made), or after (the file cannot be)."""
+    """A disk is full before any rank has written (no buffer can be made), or after (the file cannot be).
+
+    Each transport has a disk of its own: what one maps may give back its room while the other fills up.
+    """
     monkeypatch.setattr("trainer.weights.async_publisher.RETRY_AFTER_S", 0.01)
     expected = make_model(folders["qwen3"]).tensors()
     size = 5 * sum(tensor.numel() * 4 for tensor in expected.values())
-    with small_disk(tmp_path / "weights", size_bytes=size) as disk:
-        monkeypatch.setattr("pipelinerl.weights.shared_memory.SharedMemorySender", functools.partial(SharedMemorySender, folder=disk))
-        monkeypatch.setattr("trainer.weights.sharded_weights.attach_to_write", functools.partial(attach_to_write, folder=disk))
-        job = functools.partial(publish_without_room, folder=folders["qwen3"], disk=disk)
-        transports = ("shared_memory", "files")
-        results = run_jobs([(Layout(ranks=2, shard=2), functools.partial(job, transport=transport)) for transport in transports], tmp_path)
+    shared = tmp_path / "shared" / "weights"
+    files = tmp_path / "files" / "weights"
+    monkeypatch.setattr("pipelinerl.weights.shared_memory.SharedMemorySender", functools.partial(SharedMemorySender, folder=shared))
+    monkeypatch.setattr("trainer.weights.sharded_weights.attach_to_write", functools.partial(attach_to_write, folder=shared))
+    with small_disk(shared, size_bytes=size), small_disk(files, size_bytes=size):
+        job = functools.partial(publish_without_room, folder=folders["qwen3"])
+        jobs = [functools.partial(job, disk=shared, transport="shared_memory"), functools.partial(job, disk=files, transport="files")]
+        results = run_jobs([(Layout(ranks=2, shard=2), one) for one in jobs], tmp_path)
     for first, other in results:
         assert other["sent"] == []
         assert [kind for kind, _ in first["sent"]] == ["PolicyPublished", "PolicyPublished", "Failed"]
