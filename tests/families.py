@@ -44,6 +44,17 @@ _MLA: dict[str, Any] = {
     "head_dim": 64,
     "n_group": 1,
     "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": _ROPE
+    | {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 64,
+    },
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64, "attention_bias": True, "mlp_bias": True},
@@ -88,7 +99,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA | {"topk_method": "noaux_tc"},
+    "deepseek_v3": _MLA | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
 }
 """By `model_type`: what a model of the family has beside the common sizes."""
 

@@ -48,10 +48,6 @@ class Family:
 
 _FUSED = "qkv_proj, o_proj, gate_up_proj, down_proj"
 _ATTENTION = "q_proj, k_proj, v_proj, o_proj"
-_ABSORBED = (
-    "vLLM computes its latent attention (MLA) with a second form of kv_b_proj (W_UV, W_UK_T), made once after loading: a new policy would"
-    " not reach it"
-)
 
 FAMILIES = (
     Family(title="Llama 2 and 3, SmolLM2", model_type="llama", covers="biases, heads that do not divide the hidden size"),
@@ -95,16 +91,14 @@ FAMILIES = (
     Family(
         title="DeepSeek-V2 (MLA)",
         model_type="deepseek_v2",
-        covers="latent attention: in the trainer alone",
+        covers="latent attention, YaRN, experts shared and routed",
         lora="o_proj",
-        refused=_ABSORBED,
     ),
     Family(
         title="DeepSeek-V3, R1 (MLA)",
         model_type="deepseek_v3",
-        covers="latent attention: in the trainer alone",
+        covers="latent attention, YaRN, experts shared and routed by sigmoids",
         lora="o_proj",
-        refused=_ABSORBED,
     ),
 )
 
@@ -137,8 +131,6 @@ def check_servable(folder: Path) -> None:
     tree = _tree(folder)
     model_type = str(tree.get("model_type", ""))
     refused = next((family.refused for family in FAMILIES if family.model_type == model_type), "")
-    if not refused and tree.get("kv_lora_rank"):
-        refused = _ABSORBED
     if not refused and (quantised := tree.get("quantization_config")):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         refused = f"its weights are quantised ({method}), and new ones are not. Save it dequantised first, without quantization_config"

@@ -56,11 +56,14 @@ class Placed:
     parameter: torch.nn.Parameter
     offset_bytes: int
     num_bytes: int
+    """From its first byte to its last."""
+    is_view: bool = False
+    """Another parameter owns the memory: this one is tied to it, or shows a part of it in another order."""
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter's bytes in a buffer, as the parameter is shaped."""
-        part = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes]
-        return part.view(self.parameter.dtype).view(self.parameter.shape)
+        part = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes].view(self.parameter.dtype)
+        return part.as_strided(self.parameter.shape, self.parameter.stride()) if self.is_view else part.view(self.parameter.shape)
 
 
 class WeightSwap(Protocol):
@@ -185,7 +188,7 @@ class CopySwap:
         """Raises `torch.OutOfMemoryError` where the device has no room for `staging`."""
         device = parameters[0].parameter.device
         self._timeline = timeline or timeline_of(device)
-        self._parameters = sorted(parameters, key=lambda placed: placed.offset_bytes)
+        self._parameters = sorted((one for one in parameters if not one.is_view), key=lambda placed: placed.offset_bytes)
         self._num_bytes = _num_bytes(parameters)
         gathers = gathers and device.type == "cpu"
         self._pieces = [(0, gather(parameters))] if gathers else [(one.offset_bytes, _bytes_of(one)) for one in self._parameters]

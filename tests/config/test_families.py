@@ -53,16 +53,9 @@ def test_tokens_that_see_others_in_another_way_are_refused(tmp_path: Path, tree:
         check_trainable(folder_of(tmp_path, **tree))
 
 
-@pytest.mark.parametrize(
-    ("tree", "reason"),
-    [
-        ({"model_type": "kimi", "kv_lora_rank": 512}, r"a kimi cannot be served to train it: vLLM .* latent attention \(MLA\)"),
-        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, r"its weights are quantised \(fp8\)"),
-    ],
-)
-def test_what_an_engine_could_never_take_is_refused_whatever_the_family(tmp_path: Path, tree: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        check_servable(folder_of(tmp_path, **tree))
+def test_what_an_engine_could_never_take_is_refused_whatever_the_family(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a qwen3 cannot be served to train it: its weights are quantised \(fp8\)"):
+        check_servable(folder_of(tmp_path, model_type="qwen3", quantization_config={"quant_method": "fp8"}))
 
 
 def test_a_folder_that_tells_nothing_is_left_to_whoever_loads_it(tmp_path: Path) -> None:

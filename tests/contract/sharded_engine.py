@@ -58,7 +58,7 @@ class Worker(PolicyRank):
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.model = Shard(BOXES[rank])
-        self.model_config = SimpleNamespace(enforce_eager=True)
+        self.model_config = SimpleNamespace(enforce_eager=True, dtype=torch.bfloat16)
 
     def get_model(self) -> torch.nn.Module:
         return self.model

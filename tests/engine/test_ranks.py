@@ -14,7 +14,7 @@ from pipelinerl.weights.shared_memory import SharedMemorySender
 from pipelinerl.weights.swap import SparseSwap
 from tests.contract import sharded_engine
 from tests.contract.sharded_engine import ShardedEngine
-from tests.contract.weight_transports import LAYOUT, Transport, by_files, shared_memory
+from tests.contract.weight_transports import LAYOUT, Transport, by_files, same_bits, shared_memory, tensors
 
 
 @pytest.fixture
@@ -52,6 +52,16 @@ def test_a_rank_that_has_another_staging_ready_ends_the_engine(transport: Transp
     engine.executor.workers[1]._policy_staged = None
     with pytest.raises(RuntimeError, match="rank 1 has staging None ready, told to commit staging 1"):
         engine.weight_receiver.commit()
+
+
+def test_every_rank_makes_its_derived_weights_anew_once_a_policy_is_in_force(transport: Transport, monkeypatch: pytest.MonkeyPatch):
+    engine = ShardedEngine(transport.receive())
+    held: list[bool] = []
+    for worker in engine.executor.workers:
+        norm = worker.model.get_parameter("norm")
+        monkeypatch.setattr(worker._policy_derived, "make_anew", lambda norm=norm: held.append(same_bits(norm.data, tensors(1)["norm"])))
+    engine.take(transport.publish(1))
+    assert held == [True, True]
 
 
 def test_ranks_that_do_not_hold_the_whole_model_between_them_are_refused_at_start(transport: Transport, monkeypatch: pytest.MonkeyPatch):

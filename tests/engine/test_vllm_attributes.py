@@ -115,18 +115,31 @@ def test_the_sampling_parameters_that_are_set_are_vllms():
     assert {word.arg for word in call.keywords} <= {ast.unparse(node.target) for node in theirs.body if isinstance(node, ast.AnnAssign)}
 
 
-def test_latent_attention_keeps_a_second_form_under_the_names_for_which_it_is_refused():
-    """`config.families` refuses it by W_UV and W_UK_T. vLLM's own hook makes both, in place: what a commit would have to call."""
+def test_latent_attention_takes_its_second_form_out_of_a_weight_as_views():
+    """`pipelinerl.engine.vllm.derived` lets it pass for that; a form in memory of its own would be made anew in every commit instead."""
     text = (VLLM / "model_executor/layers/attention/mla_attention.py").read_text()
-    (hook,) = (
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef) and node.name == "process_weights_after_loading" and "W_UK_T" in ast.unparse(node)
+    hook, cut = (
+        next(
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef) and node.name == name and "W_UK" in ast.unparse(node)
+        )
+        for name in ("process_weights_after_loading", "split_kv_b_proj")
     )
     assert [argument.arg for argument in hook.args.args] == ["self", "act_dtype"]
+    called = {node.func.attr for node in ast.walk(cut) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+    assert called == {"view", "split"}
     made = {
         ast.literal_eval(call.args[1]): {word.arg: ast.unparse(word.value) for word in call.keywords}
         for call in ast.walk(hook)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "replace_parameter" and isinstance(call.args[1], ast.Constant)
     }
     assert made["W_UV"] == made["W_UK_T"] == {"prefer_copy": "True"}
+
+
+def test_attention_has_the_hook_that_derived_weights_are_made_by():
+    assert {"process_weights_after_loading", "get_impl_variants"} <= attributes("v1/attention/backend.py")
+    assert "is_deferred_attention_layer" in attributes("model_executor/layers/attention/__init__.py")
+    text = (VLLM / "model_executor/model_loader/utils.py").read_text()
+    assert "if is_deferred_attention_layer(module):" in text, "these are the layers whose hook runs after loading"
+    assert 'if hasattr(model, "process_weights_after_loading"):' in text

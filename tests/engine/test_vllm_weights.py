@@ -120,10 +120,36 @@ def test_a_parameter_that_is_computed_with_while_it_is_filled_is_found_at_start(
 
 
 def test_parameters_that_share_a_part_of_their_memory_are_found_at_start(folder: Path):
-    model = Model()
-    model.head.weight = torch.nn.Parameter(model.embed.weight.data[:3])
+    model, memory = Model(), torch.zeros(9, 4)
+    model.embed.weight, model.head.weight = torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[3:])
     with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight share a part of their memory"):
         plan_of(model, folder=folder)
+
+
+@pytest.mark.parametrize("mode", list(SwapMode))
+def test_a_part_of_a_weight_in_another_order_moves_with_it(folder: Path, mode: SwapMode):
+    """As the two halves of kv_b_proj that latent attention multiplies with, transposed."""
+    model = Model()
+    model.parts = torch.nn.ParameterList(
+        [model.fused.weight.data[1:7].view(3, 2, 4).permute(1, 2, 0), model.fused.weight.data.T]  # pyright: ignore
+    )
+    parameters, layout = plan_of(model, folder=folder)
+    assert [(one.offset_bytes, one.num_bytes, one.is_view) for one in parameters][2:] == [
+        (0, 96, True),
+        (256 + 16, 96, True),
+        (256, 160, True),
+    ]
+    buffer = torch.zeros(num_bytes(layout), dtype=torch.uint8)
+    policy = views(buffer, layout)
+    for view in policy.values():
+        view.copy_(torch.randn_like(view))
+    commit = make_swap(mode, parameters)
+    commit.stage(buffer)
+    commit.commit()
+    fused = torch.cat((policy["q"], policy["k"]))
+    assert model.fused.weight.equal(fused)
+    assert model.parts[0].equal(fused[1:7].view(3, 2, 4).permute(1, 2, 0))
+    assert model.parts[1].equal(fused.T)
 
 
 def test_a_plain_model_has_no_obstacles():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import time
@@ -34,6 +33,7 @@ from pipelinerl.engine.base import Limits, Sampled
 from pipelinerl.engine.budget import Budget, batched_tokens, plan_on
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, Versions, adapter_options
+from pipelinerl.engine.vllm.derived import Derived
 from pipelinerl.engine.vllm.experts import device_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
 from pipelinerl.engine.vllm.passes import Passes, columns_of, prompt_logprobs_of
@@ -60,8 +60,6 @@ _FINISHES = {
     FinishReason.ABORT: Finish.CANCELLED,
     FinishReason.ERROR: Finish.ERROR,
 }
-
-log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -103,6 +101,7 @@ class VllmEngine:
         self._passes: Passes[int | Versions] = Passes(self._core)
         self._is_pipelined = engine.num_stages > 1
         self._adapters: Adapters | None = None
+        self._derived: Derived | None = None
         self._ranks = Ranks(self._llm) if is_sharded else None
         if self._ranks is not None and self._is_pipelined:
             self._ranks.call("policy_pipeline")
@@ -185,6 +184,8 @@ class VllmEngine:
 
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         self._weights.commit()
+        if self._derived is not None:
+            self._derived.make_anew()
         self._version = self._ordered
         if self._is_pipelined:
             return ()  # vLLM is in the middle of passes over these sequences
@@ -270,7 +271,8 @@ class VllmEngine:
                 staging=self._staging,
             )
             return sharded, sharded.layout, sharded.choice
-        parameters, layout = plan_of(self.model, folder=folder)
+        self._derived = Derived(self.model, dtype=self._llm.model_config.dtype)
+        parameters, layout = plan_of(self.model, folder=folder, derived=self._derived.names)
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
         mode, choice = choose_swap_mode(
             weights.swap_mode, obstacles_of(self.model, captures_graphs=captures_graphs), sends_deltas=weights.delta

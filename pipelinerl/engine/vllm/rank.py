@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipelinerl.engine.staging import beside_decoding, yield_to_decoding
+from pipelinerl.engine.vllm.derived import Derived
 from pipelinerl.engine.vllm.weights import Part, obstacles_of, plan_of_rank
 from pipelinerl.errors import PipelineError, WeightsError
 from pipelinerl.messages import Tensor
@@ -54,7 +55,8 @@ class PolicyRank:
         worker: Any = self
         model: torch.nn.Module = worker.get_model()
         captures_graphs = not worker.model_config.enforce_eager
-        placed, self._policy_parts = plan_of_rank(model, folder=Path(folder))
+        self._policy_derived = Derived(model, dtype=worker.model_config.dtype)
+        placed, self._policy_parts = plan_of_rank(model, folder=Path(folder), derived=self._policy_derived.names)
         mode, choice = choose_swap_mode(wanted, obstacles_of(model, captures_graphs=captures_graphs), sends_deltas=sends_deltas)
         self._policy_commit: WeightSwap = make_swap(mode, placed, gathers=not captures_graphs, staging=Staging(staging))
         return {name: ([part.box for part in parts], parts[0].tensor.dtype) for name, parts in self._policy_parts.items()}, choice
@@ -116,6 +118,7 @@ class PolicyRank:
             raise WeightsError(f"rank {self.rank} has staging {self._policy_staged} ready, told to commit staging {number}")
         if adapter is None:
             self._policy_commit.commit()
+            self._policy_derived.make_anew()
         else:
             self._policy_rows.commit(**adapter)
         self._policy_staged = None

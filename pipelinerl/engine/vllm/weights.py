@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.engine.vllm.experts import has_plain_experts, keep_plain_experts
 from pipelinerl.engine.vllm.packed import is_plain
+from pipelinerl.engine.vllm.rotary import rotate_every_head
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.reshard import Box, whole
@@ -34,6 +36,8 @@ ALIGNMENT_BYTES = 256
 
 def keep_plain_weights() -> None:
     """On CPU, have vLLM keep the weights of layers and experts as they are instead of packing them; must run before a model is loaded.
+
+    Rotary positions are mended there, too (`rotary`).
 
     Layers are packed later, beside their plain weights, where that pays: see `pipelinerl.engine.vllm.packed`.
     """
@@ -52,6 +56,7 @@ def keep_plain_weights() -> None:
     plain.packs = layers.dispatch_cpu_unquantized_gemm  # pyright: ignore[reportFunctionMemberAccess]  # for `packed`
     layers.dispatch_cpu_unquantized_gemm = plain
     keep_plain_experts()
+    rotate_every_head()
 
 
 def obstacles_of(model: torch.nn.Module, *, captures_graphs: bool) -> dict[SwapMode, list[str]]:
@@ -117,12 +122,14 @@ class Part:
     """The part as a tensor of its own: its place in the rank's buffer."""
 
 
-def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tuple[Tensor, ...]]:
+def plan_of(model: torch.nn.Module, *, folder: Path, derived: Collection[str] = ()) -> tuple[list[Placed], tuple[Tensor, ...]]:
     """Plan the place of each parameter, and of each checkpoint tensor, in a policy's buffer.
+
+    `derived` names parameters that vLLM makes of others: no checkpoint fills them (`pipelinerl.engine.vllm.derived`).
 
     Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
     """
-    placed, parts = plan_of_rank(model, folder=folder)
+    placed, parts = plan_of_rank(model, folder=folder, derived=derived)
     shapes = checkpoint_shapes(folder)
     for name, pieces in parts.items():
         if len(pieces) > 1:
@@ -132,14 +139,15 @@ def plan_of(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], tupl
     return placed, tuple(pieces[0].tensor for pieces in parts.values())
 
 
-def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed], dict[str, list[Part]]]:
+def plan_of_rank(model: torch.nn.Module, *, folder: Path, derived: Collection[str] = ()) -> tuple[list[Placed], dict[str, list[Part]]]:
     """Plan the place of each parameter of this rank, and of its parts of each checkpoint tensor, in a buffer of its own.
 
     A rank has several parts of a tensor that the checkpoint has fused itself (q, k and v; gate and up): its own rows of each thing in it.
 
     Raises `ConfigError` for a model whose parameters are not boxes of its checkpoint's tensors laid side by side.
     """
-    parameters, twins = _owners({name: parameter for name, parameter in model.named_parameters() if parameter.numel()})
+    filled_by_policies = {name: one for name, one in model.named_parameters() if one.numel() and name not in derived}
+    parameters, shared = _owners(filled_by_policies)
     checkpoint = _read_checkpoint(folder)
     recorder = _CopyRecorder(
         targets={parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()},
@@ -167,7 +175,9 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path) -> tuple[list[Placed],
             f"{len(unfilled)} of {len(parameters)} parameters of {folder} are not filled, or not once, by its checkpoint: {unfilled[:5]}."
             " vLLM transforms them after loading (quantised or fused experts?); such a model cannot yet be swapped by pointer"
         )
-    placed += [Placed(parameter=twin, offset_bytes=offsets[owner], num_bytes=twin.numel() * twin.element_size()) for twin, owner in twins]
+    for view, owner in shared:
+        offset_bytes = offsets[owner] + view.data_ptr() - parameters[owner].data_ptr()
+        placed.append(Placed(parameter=view, offset_bytes=offset_bytes, num_bytes=_span_bytes(view), is_view=True))
     return placed, parts
 
 
@@ -246,19 +256,35 @@ class _CopyRecorder(TorchDispatchMode):
 def _owners(
     parameters: dict[str, torch.nn.Parameter],
 ) -> tuple[dict[str, torch.nn.Parameter], list[tuple[torch.nn.Parameter, str]]]:
-    """The parameters that own their memory, and those that are another one's twin, with its name: tied embeddings, for example."""
-    owners: dict[str, torch.nn.Parameter] = {}
-    twins: list[tuple[torch.nn.Parameter, str]] = []
-    by_storage: dict[int, str] = {}
+    """The parameters that own their memory, and those that are views of another one's, with its name.
+
+    Tied embeddings are the same tensor; W_UV and W_UK_T of latent attention are parts of kv_b_proj's weight, transposed.
+    """
+    sharing: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
-        owner = by_storage.setdefault(parameter.untyped_storage().data_ptr(), name)
-        if owner == name:
-            owners[name] = parameter
-        elif parameter.data_ptr() == owners[owner].data_ptr() and parameter.shape == owners[owner].shape:
-            twins.append((parameter, owner))
-        else:
-            raise ConfigError(f"the parameters {owner} and {name} share a part of their memory; such a model cannot be swapped")
-    return owners, twins
+        sharing.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
+    views: list[tuple[torch.nn.Parameter, str]] = []
+    owners: dict[str, torch.nn.Parameter] = {}
+    for names in sharing.values():
+        owner = max(names, key=lambda name: parameters[name].numel())
+        owners[owner] = parameters[owner]
+        for name in names:
+            if name != owner and not _is_within(parameters[name], parameters[owner]):
+                raise ConfigError(f"the parameters {owner} and {name} share a part of their memory; such a model cannot be swapped")
+            views += [(parameters[name], owner)] * (name != owner)
+    return {name: owners[name] for name in parameters if name in owners}, views
+
+
+def _is_within(part: torch.Tensor, owner: torch.Tensor) -> bool:
+    """True where a tensor lies whole in the memory of a contiguous one, as elements of its kind."""
+    first = part.data_ptr() - owner.data_ptr()
+    return owner.is_contiguous() and part.dtype == owner.dtype and 0 <= first <= owner.nbytes - _span_bytes(part)
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """From a tensor's first byte to its last, whatever lies between its elements."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _place(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], list[Placed]]:
