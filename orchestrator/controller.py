@@ -38,16 +38,16 @@ from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import Launcher, launcher_of
 from pipelinerl.launch.preflight import check
-from pipelinerl.launch.roles import begin_early, roles_of
+from pipelinerl.launch.roles import begin_early, roles_of, sidecars_of
 from pipelinerl.launch.run_folder import SCRIPT_FILE, make_run_folder
 from pipelinerl.messages import Prompt
-from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.findings import Finding, Level, note, refuse, show
 from pipelinerl.runtime.lease import EPOCH, Lease, held
 from pipelinerl.runtime.network import address_of
 from pipelinerl.runtime.process import allow_open_files, end_stuck
+from pipelinerl.runtime.sidecars import sidecars
 from pipelinerl.runtime.watch import guarded
 
 
@@ -102,7 +102,7 @@ class Controller:
         """Open what the run depends on, until `stack` ends."""
         config = self._config
         allow_open_files()
-        stack.enter_context(trackers(folder, config.tracking.to))
+        stack.enter_context(sidecars(folder, sidecars_of(config, folder)))
         environment = {EPOCH: str(lease.epoch)}
         given = stack.enter_context(
             opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True)

@@ -55,6 +55,7 @@ def test_help_names_the_first_thing_to_do():
         "watch",
         "view",
         "track",
+        "upload",
         "trace",
         "slurm",
         "doctor",

@@ -95,6 +95,24 @@ def track(
 
 
 @commands.command(rich_help_panel=PANEL)
+def upload(
+    run_folder: RunFolder,
+    to: Annotated[str | None, typer.Option(help="URL of an object store, for example s3://bucket/prefix; default: checkpoint.to")] = None,
+) -> None:
+    """Send a run's newest checkpoint and its final model to an object store, or what that lacks of them."""
+    from pipelinerl.config.file import load_run
+    from pipelinerl.errors import ConfigError
+    from pipelinerl.upload import upload
+
+    settings = load_run(run_folder).checkpoint
+    if (to := to or settings.to) is None:
+        raise ConfigError(f"the settings of {run_folder} name no object store (checkpoint.to): give one with --to")
+    if not upload(run_folder, to, keep=settings.keep):
+        raise typer.Exit(1)
+    console.print(f"in the store: {to.rstrip('/')}/{run_folder.name}", soft_wrap=True, markup=False)
+
+
+@commands.command(rich_help_panel=PANEL)
 def trace(run_folder: RunFolder) -> None:
     """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
     from pipelinerl.observe.tracking.trace import write_trace

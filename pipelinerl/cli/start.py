@@ -16,13 +16,14 @@ from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
-from pipelinerl.launch.roles import Role, begin_early, roles_of
+from pipelinerl.launch.roles import begin_early, roles_of, sidecars_of
 from pipelinerl.launch.run_folder import GATEWAY_FILE, make_run_folder
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease, held
+from pipelinerl.runtime.sidecars import sidecars
 from pipelinerl.runtime.watch import FILE_POLL_S
 
 
@@ -41,7 +42,6 @@ def train(
             early = at_end.enter_context(begin_early(settings))
         with startup.mark("reads the settings", since_s=since_s or startup.begun_s()):
             from pipelinerl.launch.preflight import check as preflight
-            from pipelinerl.observe.tracking.beside import trackers
             from pipelinerl.runtime.findings import Level, refuse, show
 
             earlier = resuming.find_run(settings, resume or None) if resume is not None else None
@@ -59,7 +59,7 @@ def train(
             resuming.make_ready(settings, run_folder)
         console.print(f"run folder: {escape(str(earlier or run_folder))}", soft_wrap=True)
         try:
-            with trackers(run_folder, settings.tracking.to):
+            with sidecars(run_folder, sidecars_of(settings, run_folder)):
                 asyncio.run(_launch_and_show(settings, run_folder, lease=lease, early=early))
         finally:
             report(run_folder)
@@ -72,7 +72,6 @@ def print_plan(settings: Config) -> None:
     """Print what would run, what it would take, and what is wrong with it. Raises `ConfigError` with all problems at once."""
     from pipelinerl.algorithms.listing import describe_run
     from pipelinerl.launch.preflight import check as preflight
-    from pipelinerl.observe.tracking.beside import command
     from pipelinerl.runtime.findings import Level, refuse, show
 
     console.print_json(settings.model_dump_json())
@@ -82,11 +81,10 @@ def print_plan(settings: Config) -> None:
         console.print(describe_run(settings), markup=False, highlight=False, soft_wrap=True)
     console.print("processes:")
     run_folder = settings.run.folder / f"{settings.run.name}-<time>"
-    trackers = [Role(name=f"track-{name}", command=tuple(command(run_folder, name))) for name in settings.tracking.to]
     roles = roles_of(settings, run_folder)
     with contextlib.suppress(ConfigError):
         roles, _ = place(settings, roles, usable_gpus())
-    for role in (*roles, *trackers):
+    for role in (*roles, *sidecars_of(settings, run_folder)):
         console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
     findings = preflight(settings, is_dry=True)
     show(findings, console, Level.OK, Level.NOTE, Level.WARN)

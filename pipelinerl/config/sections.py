@@ -308,6 +308,11 @@ class CheckpointSection(Section):
     keep: PositiveInt = Field(
         2, description="newest checkpoints that stay on the disk: a run whose newest is damaged falls back to the one before"
     )
+    to: str | None = Field(
+        None,
+        description="also copy them, and the final model, to an object store: a URL that fsspec knows, such as s3://bucket/prefix; no step"
+        " waits for it, and `pipelinerl upload` sends what is left",
+    )
 
 
 class TrackingSection(Section):

@@ -42,6 +42,7 @@ from pipelinerl.runtime.findings import Finding, Level, collect, fail, note, ok,
 from pipelinerl.runtime.machine import has_gpu, memory_bytes, say_bytes
 from pipelinerl.runtime.plugin import nearest
 from pipelinerl.runtime.process import how_it_ended
+from pipelinerl.upload import check_store
 
 ROWS_DEADLINE_S = 3600.0
 """Longest look at the user's functions and rows; a source on a slow disk may have millions."""
@@ -62,7 +63,7 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
     servable = _raised_by(lambda: check_servable(config.model.path) if config.engine.kind == "vllm" else None)
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
     looks = [_model(config), servable, _folders(config), layout, _settings(config), _engine_options(config), trackers]
-    looks += [_raised_by(lambda: _gateway_packages(config))]
+    looks += [_raised_by(lambda: _gateway_packages(config)), _raised_by(lambda: _store(config, is_dry=is_dry or not runs_here))]
     if runs_here:
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
     if has_model and config.engine.kind == "vllm":
@@ -114,6 +115,11 @@ def _gateway_packages(config: Config) -> None:
     section = "gateway" if config.gateway is not None else "tinker" if config.tinker is not None else None
     if section and (missing := [name for name in needed if not _is_installed(name)]):
         raise ConfigError(f"{section}: {', '.join(missing)} is not installed. pip install 'pipelinerl[gateway]'")
+
+
+def _store(config: Config, *, is_dry: bool) -> None:
+    if config.checkpoint.to is not None:
+        check_store(config.checkpoint.to, is_dry=is_dry)
 
 
 def _is_installed(name: str) -> bool:

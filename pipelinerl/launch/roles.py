@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 from pipelinerl.config import Config
+from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.early import EarlyProcesses
+from pipelinerl.runtime.sidecars import Sidecar
+from pipelinerl.upload import uploader
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,12 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for program in [_trainer(config, part)]
         ),
     )
+
+
+def sidecars_of(config: Config, run_folder: Path) -> tuple[Sidecar, ...]:
+    """The processes beside a run, which it does not depend on."""
+    to, keep = config.checkpoint.to, config.checkpoint.keep
+    return (*trackers(run_folder, config.tracking.to), *([] if to is None else [uploader(run_folder, to, keep=keep)]))
 
 
 def _scorer_role(run: tuple[str, str]) -> Role:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from pipelinerl.errors import PeerGone, PeerSilent, PipelineError
+from pipelinerl.errors import ConfigError, PeerGone, PeerSilent, PipelineError
 from pipelinerl.runtime.machine import machine_id
 
 _PR_SET_PDEATHSIG = 1
@@ -105,6 +106,18 @@ def end_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float) -
         except subprocess.TimeoutExpired:
             process.kill()
     return [process.wait() for process in processes]
+
+
+def hold_alone(path: Path, *, otherwise: str) -> int:
+    """Hold the lock file `path` while this process lives; its descriptor. Raises `ConfigError` (`otherwise`) where another holds it."""
+    path.parent.mkdir(exist_ok=True)
+    lock = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(otherwise) from None
+    return lock
 
 
 def note(run_folder: Path, line: str) -> None:

@@ -29,6 +29,8 @@ def served(config: Config) -> Config:
 def _problems(config: Config) -> Iterator[str]:
     if config.trainer.ranks > 1:
         yield f"trainer.ranks is {config.trainer.ranks}: a server trains on one rank. Set it to 1"
+    if config.checkpoint.to is not None:
+        yield "checkpoint.to: a server copies nothing to an object store, and what clients save is in <run.folder>/saved. Leave it out"
     if config.gateway is not None:
         yield "section gateway lends a run's rollouts to agents, and a server has none: leave it out"
     if config.lora.rank and config.weights.adapters == "merged":

@@ -590,6 +590,7 @@ KEYS = [
     "weights.adapter_versions",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.to",
     "tracking.to",
     "tracking.project",
     "tracking.prometheus_interface",

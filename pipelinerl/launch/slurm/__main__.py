@@ -23,14 +23,14 @@ from pipelinerl.config.file import load_run
 from pipelinerl.errors import LeaseError, PipelineError
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
-from pipelinerl.launch.roles import Role
+from pipelinerl.launch.roles import Role, sidecars_of
 from pipelinerl.launch.slurm import UNFINISHED
 from pipelinerl.launch.slurm.address import address_towards_others
 from pipelinerl.launch.slurm.placement import nodes_of, roles_on
-from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.lease import LEASE_S, RENEW_EVERY_S, Lease, held
 from pipelinerl.runtime.process import record_failure
+from pipelinerl.runtime.sidecars import Sidecar, sidecars
 
 LEAVE_S = 15.0
 """Left of the allocation for the script to requeue the job. Slurm's own kill beats a later exit, and a job it killed is not requeued."""
@@ -84,7 +84,7 @@ class Supervisor:
         timer = loop.call_later(max(0.0, until - self._config.slurm.save_s - time.time()), self._save, "the allocation is about to end")
         watcher = asyncio.create_task(self._watch())
         try:
-            with trackers(self._run_folder, self._config.tracking.to if self._node == 0 else ()):
+            with sidecars(self._run_folder, self._sidecars()):
                 code = await self._launch()
         finally:
             timer.cancel()
@@ -170,12 +170,15 @@ class Supervisor:
         title = f"{self._title}, node {self._node} ({os.uname().nodename})\n"
         with open(self._run_folder / "logs" / "launcher.log", "a") as launcher:  # one for all nodes and attempts
             launcher.write(title)
-        names = [role.name for role in self._roles] + [f"track-{name}" for name in self._config.tracking.to if self._node == 0]
+        names = [one.name for one in (*self._roles, *self._sidecars())]
         for name in names:
             log, latest = self._attempt_folder / f"{name}.log", self._run_folder / "logs" / f"{name}.log"
             log.write_text(title)
             latest.unlink(missing_ok=True)
             latest.symlink_to(log.relative_to(latest.parent))
+
+    def _sidecars(self) -> tuple[Sidecar, ...]:
+        return sidecars_of(self._config, self._run_folder) if self._node == 0 else ()
 
     def _is_finished(self) -> bool:
         """Return whether the run had come to its end before it was asked to save."""

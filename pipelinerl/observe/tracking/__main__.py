@@ -6,7 +6,6 @@ Exits with 0 when everything was handed over, with 1 when something is left for 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.observe.tracking.follow import Open, follow
-from pipelinerl.runtime.process import die_with_parent
+from pipelinerl.runtime.process import die_with_parent, hold_alone
 
 
 def main() -> None:
@@ -36,7 +35,8 @@ def main() -> None:
     if arguments.once:
         until.set()
     try:
-        lock = _only_writer(arguments.run_folder, arguments.to)
+        otherwise = f"another process writes {arguments.run_folder} to {arguments.to} already; a run has one writer, so let that one go on"
+        lock = hold_alone(arguments.run_folder / "tracking" / f"{arguments.to}.lock", otherwise=otherwise)
     except ConfigError as error:
         sys.exit(str(error))
     try:
@@ -66,17 +66,6 @@ def opener(run_folder: Path, to: str) -> Open:
         return Metrics(run_folder, interface=tracking.prometheus_interface, port=tracking.prometheus_port)
 
     return {"wandb": wandb, "tensorboard": tensorboard, "prometheus": prometheus}[to]
-
-
-def _only_writer(run_folder: Path, to: str) -> int:
-    """Hold the tracker's lock while this process lives, so that a run has one writer. Raises `ConfigError` where another holds it."""
-    (run_folder / "tracking").mkdir(exist_ok=True)
-    lock = os.open(run_folder / "tracking" / f"{to}.lock", os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another process writes {run_folder} to {to} already; a run has one writer, so let that one go on") from None
-    return lock
 
 
 if __name__ == "__main__":

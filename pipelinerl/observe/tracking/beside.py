@@ -1,45 +1,27 @@
-"""Starts a run's trackers beside it and, when it has ended, gives them time to hand on the rest.
-
-Nothing depends on a tracker: it may fail, hang or be killed, and the run goes on. At the end it gets `REST_S`; what it has not
-handed on by then is in the journal, and `pipelinerl track RUN` sends it.
-"""
+"""The trackers of a run as processes beside it: what one has not handed on is in the journal, and `pipelinerl track RUN` sends it."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.runtime.process import end_all, how_it_ended, note
+from pipelinerl.runtime.sidecars import Sidecar
 
 REST_S = 30.0
-"""For all trackers together, after the run. Longer keeps machines waiting for a network; shorter leaves more to `pipelinerl track`."""
+"""For a tracker, after the run. Longer keeps machines waiting for a network; shorter leaves more to `pipelinerl track`."""
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "prometheus": "prometheus_client"}
 
 
-@contextlib.contextmanager
-def trackers(run_folder: Path, to: Sequence[str]) -> Iterator[None]:
-    """Run the trackers named in `to` while the block runs. Each writes `<run>/logs/track-<name>.log`."""
-    started = {name: _start(run_folder, name) for name in to}
-    is_over = threading.Event()
-    for name, process in started.items():
-        threading.Thread(target=_reap, args=(run_folder, name, process, is_over), name=f"track-{name}", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        for name, code in zip(started, end_all(started.values(), grace_s=REST_S), strict=True):
-            if code:
-                print(
-                    f"{name} has not got everything (its log: {run_folder / 'logs' / f'track-{name}.log'}); pipelinerl track {run_folder}"
-                )
+def trackers(run_folder: Path, to: Sequence[str]) -> tuple[Sidecar, ...]:
+    """The trackers named in `to`."""
+    remedy = f"pipelinerl track {run_folder}"
+    return tuple(Sidecar(name=f"track-{name}", command=tuple(command(run_folder, name)), rest_s=REST_S, remedy=remedy) for name in to)
 
 
 def track(run_folder: Path, to: Sequence[str]) -> bool:
@@ -91,20 +73,3 @@ def command(run_folder: Path, name: str, *, once: bool = False) -> list[str]:
         name,
         *(["--once"] if once else []),
     ]
-
-
-def _reap(run_folder: Path, name: str, process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
-    """Wait for a tracker's end, which leaves no zombie then; where the run goes on without it, say so at once."""
-    code = process.wait()
-    if is_over.is_set():
-        return
-    goes_on = f"the run goes on without it, and `pipelinerl track {run_folder}` sends what it lacks"
-    line = f"the tracker {name} {how_it_ended(code)}: {goes_on}"
-    print(line, file=sys.stderr, flush=True)
-    note(run_folder, line)
-
-
-def _start(run_folder: Path, name: str) -> subprocess.Popen[bytes]:
-    (run_folder / "logs").mkdir(exist_ok=True)
-    with open(run_folder / "logs" / f"track-{name}.log", "ab") as log:
-        return subprocess.Popen(command(run_folder, name), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
