@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from pipelinerl.config.layout import Layout
 from pipelinerl.errors import NoRoom
 from pipelinerl.messages import Failed, PolicyPublished
+from pipelinerl.weights import manifest
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.manifest import check, verify
@@ -26,6 +28,7 @@ from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
 from trainer.model.lora import Adapters
 from trainer.parallel.replicas import Replicas
+from trainer.weights import publisher as publishing
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
@@ -86,7 +89,14 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transp
     model = make_model(folder, replicas=replicas)
     sharded = ShardedWeights(model, replicas=replicas)
     sent: list[PolicyPublished | Failed] = []
-    now_s = 0.0
+    now_s, is_patient = 0.0, True
+
+    def clock() -> float:
+        """Stand still, and at the end run a minute at every look: the thread may not have looked before."""
+        nonlocal now_s
+        now_s += 0.0 if is_patient else 60.0
+        return now_s
+
     publisher = None
     if replicas.rank == 0:
         described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names}
@@ -94,7 +104,14 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transp
         publisher = Publisher(sharded.described, tied_names=model.tied_names, run_folder=disk.parent, deadline_s=20.0, write=sharded.lead)
         publisher.fix_layout(layout, num_engines=2, transport=transport)
     found: dict[str, Any] = {"found": []}
-    with AsyncPublisher(publisher, sharded=sharded, send=sent.append, clock=lambda: now_s) as async_publisher:
+    goes_on = threading.Event()
+
+    def sealed(*arguments: Any) -> manifest.Manifest:
+        assert goes_on.wait(20.0), "the training loop waits for the digests of what it has written"
+        return manifest.seal(*arguments)
+
+    publishing.seal = sealed  # in this rank's own process
+    with AsyncPublisher(publisher, sharded=sharded, send=sent.append, clock=clock) as async_publisher:
         for version in (1, 2, 3, 4):
             async_publisher.wait()
             with torch.no_grad():
@@ -102,7 +119,9 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transp
                     parameter.mul_(version)
             if publisher is not None and version in (2, 4):
                 fill_up(disk)
+            goes_on.clear()
             async_publisher.begin(version)
+            goes_on.set()
             if publisher is not None and version == 3:
                 (disk / "filler").unlink()
                 async_publisher.wait(is_last=True)
@@ -112,7 +131,7 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transp
                 payload = receiver.fetch(policy.buffer, policy.digest, lambda manifest: torch.zeros(num_bytes(layout), dtype=torch.uint8))
                 verify(payload.manifest, payload.data, name=policy.buffer)
                 found["found"] = [{name: view.clone() for name, view in views(payload.data, layout).items()}]
-        now_s = 60.0
+        is_patient = False
         if publisher is not None:
             found["skipped"] = async_publisher.take_metrics()["policies_skipped"]
             with pytest.raises(NoRoom), contextlib.closing(publisher):

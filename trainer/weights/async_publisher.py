@@ -2,7 +2,7 @@
 
 Where one rank holds all weights, a thread of its own writes them down while rows go forward and backward, and the training loop waits for
 it before it changes them. Where they are sharded, ranks write together, in collectives that must not get in between those of training: then
-the loop itself publishes before it goes on.
+the loops write before they go on, and the thread seals what was written, which takes digests of all of it, and announces it.
 
 Where there is no room for a policy (`NoRoom`: a full disk, full shared memory), the engines serve on with the one before, and training goes
 on: the thread tries again until the weights change, and the next policy is a new chance. The last one is waited for. Sharded weights were
@@ -84,8 +84,9 @@ class AsyncPublisher:
                 self._sharded.follow()
             return
         self._moves_on.clear()
-        if self._sharded is None or not self._publish_together(self._publisher, self._sharded, version):
-            self._under_way = self._thread.submit(self._publish, self._publisher, version, updated=self._timeline.mark())
+        if self._sharded is not None:
+            self._write_together(self._publisher, self._sharded, version)
+        self._under_way = self._thread.submit(self._publish, self._publisher, version, updated=self._timeline.mark())
 
     def wait(self, *, is_last: bool = False) -> None:
         """Wait until what was begun is published, or has no room: then weights may change. Raises as `Publisher.publish`.
@@ -99,16 +100,17 @@ class AsyncPublisher:
             self._under_way = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call: seconds that publishing took beside training, where it is done so; policies without room, if any."""
+        """Since the last call: seconds that publishing took beside training, where all of it is; policies without room, if any."""
         found = {"publish_async_s": self._async_s} if self._sharded is None and self._publisher is not None else {}
         found |= {"policies_skipped": float(self._num_skipped)} if self._num_skipped else {}
         self._async_s, self._num_skipped = 0.0, 0
         return found
 
-    def _publish_together(self, publisher: Publisher, sharded: ShardedWeights, version: int) -> bool:
-        """Have all ranks write a policy, and publish it; False where there is no room for it."""
+    def _write_together(self, publisher: Publisher, sharded: ShardedWeights, version: int) -> None:
+        """Have all ranks write a policy, for the thread to seal and announce."""
         try:
-            return self._find_room(publisher, version)
+            with contextlib.suppress(NoRoom):  # it was written down all the same, and the thread is patient about the room
+                publisher.write(version)
         finally:
             sharded.end()
 

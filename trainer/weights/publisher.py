@@ -72,7 +72,10 @@ class Publisher:
         self._newest: int | None = None
         """Published last, in this rollback epoch."""
         self._written: tuple[int, torch.Tensor] | None = None
-        """A policy that sharded weights were written down for and that had no room so far, whole, and its version."""
+        """The version that sharded weights were written down for, and where, whole: a weight buffer, or other memory for want of one."""
+        self._taken: WeightBuffer | None = None
+        """The weight buffer that they were written into."""
+        self._write_s = 0.0
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
         self._is_mapped = False
@@ -87,28 +90,33 @@ class Publisher:
         """The version published last in this rollback epoch; 0 before the first."""
         return self._newest or 0
 
+    def write(self, version: int) -> None:
+        """Write the present sharded weights as `version` together with the other ranks, so that `publish` may follow in another thread.
+
+        Raises as `publish`. After `NoRoom` they are written down all the same, and no other rank takes part in `publish` any more.
+        """
+        assert self._write_together is not None, "weights that one rank holds are written by `publish`"
+        started = time.perf_counter()
+        self._taken = self._buffer_for(version)
+        if self._taken is not None:
+            self._fill(version, self._taken)
+        self._write_s = time.perf_counter() - started
+
     def publish(self, version: int) -> PolicyPublished | None:
-        """Write the present weights as `version`, and return the announcement; None once `give_up` was called.
+        """Write the present weights as `version`, or take what `write` has written, and return the announcement; None once `give_up` was
+        called.
 
         Raises `PeerSilent` where no layout arrives, or no buffer becomes free, within the deadline, and `WeightsError` for a version that
         is not newer than the one before: engines would pass over it. To go back takes `roll_back`. After `NoRoom` it may be called again
-        for the same version: sharded weights were written down then, and no other rank takes part any more.
+        for the same version.
         """
-        if self._newest is not None and version <= self._newest:
-            raise WeightsError(f"policy {version} was to be published after policy {self._newest}: versions go back only by a rollback")
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._pool or self._has_given_up, self._deadline_s):
-                raise PeerSilent(
-                    f"waited {self._deadline_s:g} s for the orchestrator to say which layout the engines want, and policy {version} is"
-                    " ready. It does so once every engine has loaded the model: see the engines' logs"
-                )
-        buffer = self._acquire(self._pool, version) if self._pool is not None else None
+        buffer, self._taken = self._taken or self._buffer_for(version), None
         if self._pool is None or buffer is None:
             return None
         started = time.perf_counter()
         manifest = self._write(version, buffer)
         digest = self._pool.publish(buffer, manifest)
-        seconds = time.perf_counter() - started
+        seconds, self._write_s = time.perf_counter() - started + self._write_s, 0.0
         self._newest, self._written = version, None
         return PolicyPublished(
             version=version,
@@ -167,6 +175,18 @@ class Publisher:
             if rollback_epoch == self._rollback_epoch:
                 self._held = version
 
+    def _buffer_for(self, version: int) -> WeightBuffer | None:
+        """Wait for the layout, and for a buffer; None once `give_up` was called. Raises as `publish`."""
+        if self._newest is not None and version <= self._newest:
+            raise WeightsError(f"policy {version} was to be published after policy {self._newest}: versions go back only by a rollback")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._pool or self._has_given_up, self._deadline_s):
+                raise PeerSilent(
+                    f"waited {self._deadline_s:g} s for the orchestrator to say which layout the engines want, and policy {version} is"
+                    " ready. It does so once every engine has loaded the model: see the engines' logs"
+                )
+        return self._acquire(self._pool, version) if self._pool is not None else None
+
     def _acquire(self, pool: WeightBufferPool, version: int) -> WeightBuffer | None:
         """Acquire a buffer. Where there is no room for one, sharded weights are written down all the same: other ranks wait for it."""
         try:
@@ -179,17 +199,20 @@ class Publisher:
 
     def _write(self, version: int, buffer: WeightBuffer) -> Manifest:
         """Write into a weight buffer what is to be sent of the present weights."""
-        memory = buffer.memory
-        whole = memory if self._delta_base is None else self._delta_base.policy
-        if self._written is not None and self._is_written(version):
-            whole.copy_(self._written[1])
-        else:
-            self._write_whole(version, whole, name=buffer.name if self._is_mapped and whole is memory else "")
+        self._fill(version, buffer)
         if self._delta_base is None:
-            return seal(version, memory, self._layout)
+            return seal(version, buffer.memory, self._layout)
         with self._changed:
             self._delta_base.move(self._held)
-        return self._delta_base.fill(memory, version)
+        return self._delta_base.fill(buffer.memory, version)
+
+    def _fill(self, version: int, buffer: WeightBuffer) -> None:
+        """Have the present weights whole in a weight buffer, or where what is sent is made of them."""
+        whole = buffer.memory if self._delta_base is None else self._delta_base.policy
+        if self._written is None or not self._is_written(version):
+            self._write_whole(version, whole, name=buffer.name if self._is_mapped and whole is buffer.memory else "")
+        elif self._written[1] is not whole:
+            whole.copy_(self._written[1])
 
     def _write_whole(self, version: int, whole: torch.Tensor, *, name: str = "") -> None:
         """Write the present weights into a buffer; `name`: the weight buffer's, where other ranks may map it."""
