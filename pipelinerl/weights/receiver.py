@@ -104,11 +104,11 @@ class WeightReceiver:
         self._swap.stage(buffer)
 
     def _open(self, payload: Payload, *, name: str) -> _VersionedDelta:
-        manifest = payload.manifest
-        found = digest_of_tensor(payload.data)
+        manifest, data = payload.manifest, payload.data.cpu()  # changes are decoded by the host, wherever a transport has left them
+        found = digest_of_tensor(data)
         if found != manifest.payload_digest:
             raise WeightsError(
-                f"weight buffer {name}: digest of its {len(payload.data)} bytes of changes is {found}, published was"
+                f"weight buffer {name}: digest of its {len(data)} bytes of changes is {found}, published was"
                 f" {manifest.payload_digest}; not taken"
             )
         base = manifest.base_version
@@ -117,7 +117,7 @@ class WeightReceiver:
                 f"weight buffer {name}: changes from policy {base} to {manifest.version} do not fit over policy {self._held}, which this"
                 " engine holds; not taken: it needs a whole policy"
             )
-        changes = decode(payload.data.numpy().data, most=self._space.num_elements)
+        changes = decode(data.numpy().data, most=self._space.num_elements)
         self._space.check(changes)
         return _VersionedDelta(base=base, version=manifest.version, changes=changes)
 
