@@ -56,6 +56,7 @@ def build_policy(config: Config, *, replicas: Replicas) -> Trained:
             replicas=replicas,
             section=config.trainer,
             learning_rate=config.learning_rate,
+            backend=config.trainer.backend,
             adapters=adapters_of(config),
             replay_routing=config.model.replay_routing,
             gives_square_sums=Need.SQUARE_SUM in method.needs,
@@ -82,6 +83,7 @@ def build_sft(config: Config, *, replicas: Replicas) -> Trained:
         section=config.sft,
         learning_rate=config.sft_learning_rate,
         temperature=1.0,
+        backend=config.trainer.backend,
         adapters=adapters_of(config),
     )
 

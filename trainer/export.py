@@ -19,7 +19,6 @@ from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.storage.checkpoint_folder import newest_whole
 from trainer.build import adapters_of
 from trainer.checkpoint.model_folder import refuse_to_replace, save_adapter, save_model
-from trainer.checkpoint.portable import portable
 from trainer.model.model import Model
 
 
@@ -44,7 +43,7 @@ def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters().items()}
-        dcp.load({"model": portable(weights, model=model)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        dcp.load({"model": model.placed(weights)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     if adapters is not None and adapter_only:
         save_adapter(model, output, adapters=adapters, source=config.model.path)
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.config.backends import check_model
 from pipelinerl.config.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
@@ -58,6 +59,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
     """
     layout = config.trainer.layout
     check_layout(layout, config.model.path)
+    check_model(config.trainer.backend, layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=layout)
     policy, critic = build_policy(config, replicas=replicas), build_critic(config, replicas=replicas)
     controllers = Controllers(method_of(config))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipelinerl.config import Config
+from pipelinerl.config.backends import check_model
 from pipelinerl.config.layout import check_layout
 from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import CheckpointFailed
@@ -69,6 +70,7 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
     refuse_to_replace(config.sft_output)
     demonstrations = Demonstrations(config)
     check_layout(config.trainer.layout, config.model.path)
+    check_model(config.trainer.backend, config.trainer.layout, config.model.path)
     replicas = Replicas(ranks=config.trainer.ranks, deadline_s=config.trainer.silent_after_s, layout=config.trainer.layout)
     with contextlib.ExitStack() as at_end:
         at_end.callback(replicas.close)

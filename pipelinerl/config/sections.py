@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.config.alarm_names import AlarmName
+from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
 from pipelinerl.config.layout import Layout, Schedule
 
@@ -192,6 +193,9 @@ class ParallelSection(Section):
 
 class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
+    backend: TrainerBackend = Field(
+        TrainerBackend.FSDP2, description="whose code computes the policy: fsdp2 (transformers' models, every family) or torchtitan"
+    )
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     epochs: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipelinerl.config.backends import TrainerBackend, problems_of_backend
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.layout import Schedule, nearest, problems_of
 from pipelinerl.config.scheduling import cut_is_unbiased, dispatch_is_for_completions, early_stop_is_unbiased
@@ -19,6 +20,7 @@ from pipelinerl.config.sections import (
     EvaluationSection,
     LoraSection,
     ModelSection,
+    Offload,
     ReferenceSection,
     RolloutSection,
     SftSection,
@@ -27,6 +29,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.config.tinker import TinkerSection
 from pipelinerl.runtime.machine import has_amx
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -209,6 +212,20 @@ def _layout_works(trainer: TrainerSection) -> Iterator[str]:
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
 
 
+def _backend_can_do_it(model: ModelSection, trainer: TrainerSection, lora: LoraSection, tinker: TinkerSection | None) -> Iterator[str]:
+    found = list(problems_of_backend(trainer.backend, trainer.layout))
+    if trainer.backend is not TrainerBackend.FSDP2:
+        asked = {
+            "lora.rank": lora.rank > 0,
+            "model.replay_routing": model.replay_routing,
+            f'trainer.offload = "{trainer.offload}"': trainer.offload is Offload.WEIGHTS,
+            "pipelinerl serve": tinker is not None,
+        }
+        found += [f"{key} is written for fsdp2 alone" for key, is_asked in asked.items() if is_asked]
+    if found:
+        yield f'trainer.backend is "{trainer.backend}": {"; ".join(found)}. Leave that out, or set trainer.backend to "fsdp2".'
+
+
 def _zero_bubble_adds_up_in_float32(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
     if trainer.layout.pipeline > 1 and trainer.layout.schedule is Schedule.ZERO_BUBBLE and model.dtype != "float32":
         yield (
@@ -344,6 +361,7 @@ _CHECKS = (
     _no_secrets,
     _no_secrets_for_scorers,
     _layout_works,
+    _backend_can_do_it,
     _zero_bubble_adds_up_in_float32,
     _samples_differ,
     _nodes_have_work,

@@ -24,6 +24,7 @@ from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.methods import facts_of, method_of
 from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
+from pipelinerl.config.backends import check_installed, check_model
 from pipelinerl.config.families import check_servable, check_trainable, lora_targets
 from pipelinerl.config.layout import check_layout
 from pipelinerl.data.hub import model_folder
@@ -60,9 +61,10 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> li
     """
     has_model = (config.model.path / "config.json").is_file()
     layout = _raised_by(lambda: check_layout(config.trainer.layout, config.model.path)) if has_model else ()
+    backend = _raised_by(lambda: _backend(config, has_model=has_model, runs_here=runs_here))
     servable = _raised_by(lambda: check_servable(config.model.path) if config.engine.kind == "vllm" else None)
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
-    looks = [_model(config), servable, _folders(config), layout, _settings(config), _engine_options(config), trackers]
+    looks = [_model(config), servable, _folders(config), layout, backend, _settings(config), _engine_options(config), trackers]
     looks += [_raised_by(lambda: _gateway_packages(config)), _raised_by(lambda: _store(config, is_dry=is_dry or not runs_here))]
     if runs_here:
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
@@ -107,6 +109,14 @@ def _raised_by(check: Callable[[], None]) -> Iterator[Finding]:
     """Make a look of a check that raises its problem, for `collect` to catch."""
     check()
     yield from ()
+
+
+def _backend(config: Config, *, has_model: bool, runs_here: bool) -> None:
+    """Raise `ConfigError` where the trainer's backend is not installed here, or does not compute this model."""
+    if runs_here:
+        check_installed(config.trainer.backend)
+    if has_model:
+        check_model(config.trainer.backend, config.trainer.layout, config.model.path)
 
 
 def _gateway_packages(config: Config) -> None:

@@ -542,6 +542,7 @@ KEYS = [
     "pipeline.queue_bytes",
     "pipeline.stall_limit_s",
     "trainer.steps",
+    "trainer.backend",
     "trainer.ranks",
     "trainer.parallel.shard",
     "trainer.parallel.context",

@@ -129,7 +129,7 @@ def train(
     dtype: str = "float32",
     max_logits: int = room.LEAST_BYTES // 4,
     num_steps: int = 2,
-    **options: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train some steps of seven rows; what came of it, as this rank knows it. A pipeline takes several passes for them."""
     samples = make_samples()
@@ -142,7 +142,7 @@ def train(
         """Those of the first step: later ones start from weights that Adam, where a gradient is near 0, moves by what rounding says."""
         for name, parameter in model.named_parameters().items() if not gradients else ():
             if parameter.grad is not None:  # in bfloat16 the optimizer takes it away
-                gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+                gradients[name] = (parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad).clone()
 
     optimizer._adamw.register_step_pre_hook(keep_gradients)
     metrics: dict[str, float] = {}

@@ -84,29 +84,17 @@ def _run_trainer_rank(rank: int, run_folder: Path) -> None:
     train(load_run(run_folder), run_folder)
 
 
-@pytest.mark.parametrize(
-    ("stop_after", "starved", "parallel"),
-    [
-        (None, None, {}),
-        (0, None, {}),
-        (0, 1, {}),
-        (None, None, {"tensor": 2}),
-        (0, None, {"tensor": 2}),
-        (None, None, {"shard": 2}),
-        (None, None, {"pipeline": 2}),
-    ],
-    ids=["copies", "copies stopped", "copies stopped apart", "tensor", "tensor stopped", "shard", "pipeline"],
-)
-def test_two_ranks_go_through_a_run_and_end_together(
-    folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None, parallel: dict[str, int]
-) -> None:
-    config = make_config(folders["qwen2"], steps=2 if stop_after is None else 50, ranks=2, parallel=parallel)
-    write_run(tmp_path, config)
-    make_keys(tmp_path, PEERS)
-    ranks = Ranks(_run_trainer_rank, tmp_path, size=2)
+def go_through_a_run(
+    folder: Path, run_folder: Path, *, stop_after: int | None = None, starved: int | None = None, **trainer: Any
+) -> Conductor:
+    """A whole run of two ranks, which are told `trainer`; what its orchestrator has seen."""
+    config = make_config(folder, ranks=2, **trainer)
+    write_run(run_folder, config)
+    make_keys(run_folder, PEERS)
+    ranks = Ranks(_run_trainer_rank, run_folder, size=2)
 
     async def conduct() -> Conductor:
-        hub = ZmqHub(tmp_path, "trainer", accepts=FromTrainer)
+        hub = ZmqHub(run_folder, "trainer", accepts=FromTrainer)
         try:
             conductor = Conductor(
                 hub,
@@ -124,6 +112,27 @@ def test_two_ranks_go_through_a_run_and_end_together(
 
     conductor = asyncio.run(conduct())
     ranks.join()
+    return conductor
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "starved", "parallel"),
+    [
+        (None, None, {}),
+        (0, None, {}),
+        (0, 1, {}),
+        (None, None, {"tensor": 2}),
+        (0, None, {"tensor": 2}),
+        (None, None, {"shard": 2}),
+        (None, None, {"pipeline": 2}),
+    ],
+    ids=["copies", "copies stopped", "copies stopped apart", "tensor", "tensor stopped", "shard", "pipeline"],
+)
+def test_two_ranks_go_through_a_run_and_end_together(
+    folders: dict[str, Path], tmp_path: Path, stop_after: int | None, starved: int | None, parallel: dict[str, int]
+) -> None:
+    steps = 2 if stop_after is None else 50
+    conductor = go_through_a_run(folders["qwen2"], tmp_path, steps=steps, parallel=parallel, stop_after=stop_after, starved=starved)
     num_done = 2 if stop_after is None else 1
     assert [done.step for done in conductor.done] == list(range(num_done))
     assert [policy.version for policy in conductor.published] == list(range(1, num_done + 1))

@@ -43,12 +43,14 @@ CHAINS = {
 }
 
 
-def go_on(replicas: Replicas, *, folder: Path, run_folder: Path, version: int, dtype: str) -> dict[str, dict[str, torch.Tensor]]:
+def go_on(
+    replicas: Replicas, *, folder: Path, run_folder: Path, version: int, dtype: str, **options: Any
+) -> dict[str, dict[str, torch.Tensor]]:
     """Restore version `version`, if that is not 0; train a step; save. Returns the state before and after, of whole tensors.
 
     While the checkpoint is written, training goes on, with all its collectives.
     """
-    model = make_model(folder, replicas=replicas, dtype=dtype)
+    model = make_model(folder, replicas=replicas, dtype=dtype, **options)
     step, optimizer = make_step(model, replicas=replicas)
     checkpoints = Checkpoints(
         run_folder / "checkpoints", state=lambda: state_of(model, optimizer), rank=replicas.rank, num_ranks=replicas.size, keep=9

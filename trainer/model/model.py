@@ -7,33 +7,36 @@ and never all at once. A value model is the same without an output embedding: on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
 from pipelinerl.weights.device_memory import free_bytes
-from trainer.model import varlen
-from trainer.model.divergence import divergences
-from trainer.model.head import linear_logprobs
+from trainer.model import torchtitan_stage, transformers_stage
+from trainer.model.columns import words_of
 from trainer.model.loading import dtype_on_disk, language_model, value_model
 from trainer.model.logits import LogitRule, logit_rule_of
 from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.model.routing_replay import RoutingReplay
-from trainer.parallel.context import gather_outputs
+from trainer.model.stage import Stage, StagePlan
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.pipeline_stages import stage_of_weights
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.sharding import ParameterSharding, forget_gradients, hold_gradients, local, reducing, spread
+from trainer.parallel.sharding import ParameterSharding, forget_gradients, hold_gradients, local, reducing, reshard
 from trainer.rows.packed_row import PackedRow, TeacherStates
+
+_BUILD = {
+    TrainerBackend.FSDP2: transformers_stage.build,
+    TrainerBackend.TORCHTITAN: torchtitan_stage.build,
+}
 
 
 class Model:
@@ -57,6 +60,7 @@ class Model:
         gives_square_sums: bool = False,
         divergence_mix: float | None = None,
         holds_gradients: bool | None = None,
+        backend: TrainerBackend = TrainerBackend.FSDP2,
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
@@ -65,7 +69,7 @@ class Model:
         model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
         `replay_routing` sends tokens to the experts that their row names. `gives_square_sums` adds up squared probabilities over all
         words, too; with `divergence_mix` rows with teachers have divergences from them. `holds_gradients`: see the attribute; by default
-        where the device has room for that.
+        where the device has room for that. `backend` is whose code computes; `pipelinerl.config.backends` knows what each cannot do.
         """
         if dtype == "float16":
             raise ConfigError("model.dtype float16 cannot be trained: sums of gradients leave its range; use bfloat16 or float32")
@@ -81,7 +85,9 @@ class Model:
         self.shardings: list[ParameterSharding] = []
         """The sharding of each of `parameters` over the ranks."""
         self._replicas = replicas
-        self._stages: list[_Stage] = []
+        self._stages: list[Stage] = []
+        of_words: dict[str, Any] = {"gives_square_sums": gives_square_sums, "divergence_mix": divergence_mix}
+        of_words["has_float32_head"] = has_float32_head
         for index in replicas.stages:
             held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
             # As the files have them, whose memory all ranks of a machine share: `spread` makes pieces of another dtype, layer by layer.
@@ -99,8 +105,6 @@ class Model:
                 )
             # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
             module.eval()
-            if activation_checkpointing:
-                _recompute_layers(module)
             self.tied_names = _tied_names(module)
             """Names that are another name for a parameter already named: a published policy may leave them out."""
             self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
@@ -109,24 +113,27 @@ class Model:
             self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
             self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
             """The shapes of all weights of the model, by the name transformers' module has for them."""
-            stage = _Stage(module, rule=rule, temperature=temperature, has_float32_head=has_float32_head, replicas=replicas, index=index)
-            stage.gives_square_sums, stage.divergence_mix = gives_square_sums, divergence_mix
             if replay_routing:
                 RoutingReplay(module)
-            self.shardings += spread(
-                module, stage, replicas=replicas, dtype=self.dtype, held_dtype=held_dtype, index=index, is_offloaded=is_offloaded
+            plan = StagePlan(
+                replicas=replicas,
+                index=index,
+                words=None if gives_values else words_of(module, rule=rule, temperature=temperature, replicas=replicas, **of_words),
+                dtype=self.dtype,
+                held_dtype=held_dtype,
+                device=device,
+                activation_checkpointing=activation_checkpointing,
+                is_offloaded=is_offloaded,
             )
-            if is_offloaded:
-                for buffer in module.buffers():
-                    buffer.data = buffer.to(device)
-            else:
-                module.to(device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
+            stage = _BUILD[backend](module, plan)
+            self.shardings += stage.shardings
             self._stages.append(stage)
         self.extras = ("square_sums",) * gives_square_sums + ("divergence",) * (divergence_mix is not None)
         """Names of what `outputs` gives of a language model beside log-probabilities and entropies, as in `trainer.backend.Outputs`."""
         self.module = self._stages[0].module
         """The model of transformers, or, of a pipeline, this rank's first stage of it."""
-        self.holds_gradients = self._may_hold_gradients and (
+        may_hold_gradients = self._may_hold_gradients and backend is TrainerBackend.FSDP2
+        self.holds_gradients = may_hold_gradients and (
             self._has_room_for_gradients(replicas) if holds_gradients is None else holds_gradients
         )
         """Gradients of whole weights stay here, in float32, from row to row, and are reduced once a step, by `sum_gradients`."""
@@ -152,20 +159,22 @@ class Model:
 
         Of a model whose layers no pipeline shares. The states stay as they are whatever becomes of the model's memory meanwhile.
         """
-        (stage,) = self._stages
-        stage.keeps_states = True
+        words = self._stages[0].words
+        assert words is not None, "a value model has no distributions"
+        words.keeps_states = True
         try:
             with torch.no_grad():
                 logprobs, _ = self.logprobs(row)
-            assert stage.states is not None
-            return logprobs, stage.states
+            assert words.states is not None
+            return logprobs, words.states
         finally:
-            stage.keeps_states, stage.states = False, None
+            words.keeps_states, words.states = False, None
 
     @property
     def num_words(self) -> int:
         """Rows of the output embedding, on all ranks."""
-        return self._stages[-1].num_words
+        words = self._stages[-1].words
+        return 0 if words is None else words.num_words
 
     def outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         """Return these as they come: (values,), or (log-probabilities, entropies) and `extras`, divergences of rows with teachers only."""
@@ -176,8 +185,7 @@ class Model:
             outputs = self._stages[0](row)
         if not torch.is_grad_enabled():
             for stage in self._stages:
-                if isinstance(stage, FSDPModule):
-                    stage.reshard()  # no backward pass will
+                reshard(stage)  # no backward pass will
         return outputs
 
     def sum_gradients(self, row: PackedRow) -> None:
@@ -212,7 +220,11 @@ class Model:
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The same by transformers' name."""
-        return {name: parameter for stage in self._stages for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
+        return {name: parameter for stage in self._stages for name, parameter in stage.trainable().items()}
+
+    def placed(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Give `pieces` that are spread like the parameters of these names: the same memory, each at its place in the whole, as a box."""
+        return {name: piece for stage in self._stages for name, piece in stage.placed(pieces).items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The present weights by Hugging Face name, tied ones under each of their names; whole ones, gathered where they are spread.
@@ -239,7 +251,7 @@ class Model:
         return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for stage in self._stages for name, tensor in stage.module.state_dict().items()}
+        return {name: tensor.detach() for stage in self._stages for name, tensor in stage.weights().items()}
 
     def _whole(self, name: str, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         owner = self._stage_of.get(name, 0) % self._replicas.layout.pipeline
@@ -274,108 +286,6 @@ class Model:
         return {published_name(name): torch.empty(shape, device="meta") for name, shape in self._adapter_shapes.items()}
 
 
-class _Stage(torch.nn.Module):
-    """The module that one forward pass runs: one call, so that sharded weights are there for the whole of it."""
-
-    def __init__(
-        self, module: PreTrainedModel, *, rule: LogitRule, temperature: float, has_float32_head: bool, replicas: Replicas, index: int
-    ) -> None:
-        super().__init__()
-        self.rows: Sequence[PackedRow] = ()
-        self.length = 0
-        self.gives_square_sums = False
-        self.divergence_mix: float | None = None
-        self.keeps_states = False
-        self.states: TeacherStates | None = None
-        self._head_copy: torch.Tensor | None = None
-        """The output embedding of a sharded teacher, which a forward pass has whole and gives back at its end."""
-        self._is_sharded = replicas.layout.shard > 1
-        self._is_first = index == 0
-        self._is_last = index == replicas.layout.num_stages - 1
-        self._has_float32_head = has_float32_head
-        self.module = module
-        self._rule = rule
-        self._temperature = temperature
-        self._gives_values = module.get_output_embeddings() is None
-        self.num_words = 0 if self._gives_values else self._head_weight().shape[0]
-        self._tensor = replicas.layout.tensor
-        self._place = replicas.place("tensor")
-        self._group = replicas.mesh("tensor").get_group() if self._tensor > 1 else None
-        self._context = replicas.mesh("context").get_group() if replicas.layout.context > 1 else None
-
-    def _head_weight(self) -> torch.Tensor:
-        head: Any = self.module.get_output_embeddings()  # `logit_rule_of` has seen it
-        return head.weight
-
-    def forward(self, given: PackedRow | torch.Tensor, number: torch.Tensor | None = None) -> Any:
-        """Return the outputs of the row `given` of a whole model; a stage of a pipeline computes as `trainer.parallel.pipeline` says."""
-        if isinstance(given, PackedRow):
-            return self._outputs(given, self._run_layers(given, input_ids=given.token_ids[None]))
-        assert number is not None
-        row = self.rows[int(number)]
-        if self._is_first:
-            hidden = self._run_layers(row, input_ids=row.token_ids[None])
-        else:
-            hidden = self._run_layers(row, inputs_embeds=given[:, : len(row.token_ids)])
-        return self._outputs(row, hidden) if self._is_last else F.pad(hidden, (0, 0, 0, self.length - hidden.shape[1]))
-
-    def _run_layers(self, row: PackedRow, **given: torch.Tensor) -> torch.Tensor:
-        """[1, I, H] hidden states."""
-        first = 0 if self._context is None else self._context.rank() * len(row.positions)
-        device = row.positions.device
-        spans = varlen.spans_of(row.blocks, device=device, first=first) if varlen.has_kernel(device) else None
-        return self.module.base_model(
-            **given,
-            position_ids=row.positions[None],
-            use_cache=False,
-            blocks=row.blocks,
-            spans=spans,
-            group=self._context,
-            routes=row.routes,
-        ).last_hidden_state
-
-    def _outputs(self, row: PackedRow, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = hidden[0, row.sources]
-        outputs = (self._values(hidden),) if self._gives_values else self._of_words(hidden, row)
-        if self._context is None:
-            return outputs
-        columns = gather_outputs(torch.stack(outputs, 1), self._context)[row.order]
-        return tuple(column.clone() for column in columns.unbind(1))  # not views: FSDP hangs the start of the backward pass on them
-
-    def _of_words(self, hidden: torch.Tensor, row: PackedRow) -> tuple[torch.Tensor, ...]:
-        weight = local(self._head_weight())
-        if self._has_float32_head:
-            hidden, weight = hidden.float(), weight.float()
-        if self._rule.factor != 1.0:
-            hidden = hidden * self._rule.factor
-        if self.keeps_states:
-            self.states = TeacherStates(hidden=hidden.detach(), head=self._kept_head(weight))
-        shared: dict[str, Any] = {"temperature": self._temperature, "group": self._group}
-        columns = linear_logprobs(
-            hidden,
-            weight,
-            row.targets,
-            first_id=-(-self.num_words // self._tensor) * self._place,
-            gives_square_sums=self.gives_square_sums,
-            softcap=self._rule.softcap,
-            **shared,
-        )
-        if self.divergence_mix is None or not row.teachers:
-            return columns
-        return (*columns, divergences(hidden, weight, row.teachers, mix=self.divergence_mix, **shared))
-
-    def _kept_head(self, weight: torch.Tensor) -> torch.Tensor:
-        if not self._is_sharded:
-            return weight.detach()
-        if self._head_copy is None:
-            self._head_copy = weight.detach().clone()
-        return self._head_copy
-
-    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
-        score: Any = self.module.score
-        return hidden.float() @ local(score.weight).float()[0] + local(score.bias).float()
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -386,10 +296,3 @@ def _tied_names(module: PreTrainedModel) -> frozenset[str]:
     named = {parameter.data_ptr() for parameter in module.parameters()}
     tensors = revert_weight_conversion(module, {name: tensor.detach() for name, tensor in module.state_dict().items()})
     return frozenset(name for name, tensor in tensors.items() if name not in owners and tensor.data_ptr() in named)
-
-
-def _recompute_layers(module: PreTrainedModel) -> None:
-    module.gradient_checkpointing_enable({"use_reentrant": False})
-    layers: Any = module.base_model.layers
-    for layer in layers:
-        layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still

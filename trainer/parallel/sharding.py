@@ -78,19 +78,19 @@ def spread(
         experts = tuple(prefix for prefix in experts if prefix.removesuffix(".") in here)
     if layout.shard > 1:
         _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype, held_dtype=held_dtype, is_offloaded=is_offloaded)
-    dense = _group(replicas, "copy") if layout.shard > 1 else _group(replicas, "copy", "shard", "context")
-    partial = dense + _group(replicas, "tensor")
+    dense = group_of(replicas, "copy") if layout.shard > 1 else group_of(replicas, "copy", "shard", "context")
+    partial = dense + group_of(replicas, "tensor")
     expert = ()
     if experts and layout.shard == 1 and replicas.expert_mesh["rest"].size() > 1:
         expert = (replicas.expert_mesh["rest"].get_group(),)
 
     def holding(name: str, parameter: torch.Tensor) -> ParameterSharding:
         sums = expert if name.startswith(experts) and experts else partial if name in summed_by_step else dense
-        num_copies = _num_copies(parameter, ranks=replicas.size // layout.pipeline)
+        copies = num_copies(parameter, ranks=replicas.size // layout.pipeline)
         if name == at_both_ends:
             assert replicas.ends is not None
-            return ParameterSharding(sums=(*sums, replicas.ends), num_copies=2 * num_copies)
-        return ParameterSharding(sums=sums, num_copies=num_copies)
+            return ParameterSharding(sums=(*sums, replicas.ends), num_copies=2 * copies)
+        return ParameterSharding(sums=sums, num_copies=copies)
 
     return [holding(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
@@ -100,14 +100,35 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def hold_gradients(stage: torch.nn.Module) -> None:
+def num_copies(parameter: torch.Tensor, *, ranks: int) -> int:
+    """Count those of `ranks` that hold the same piece as this one."""
+    if not isinstance(parameter, DTensor):
+        return ranks
+    cuts = [size for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if not placement.is_replicate()]
+    return ranks // math.prod(cuts)
+
+
+def group_of(replicas: Replicas, *names: str) -> tuple[dist.ProcessGroup, ...]:
+    """The ranks that differ from this one only in these dimensions of the mesh; empty where there is no other."""
+    mesh = replicas.mesh(*names)
+    return (mesh.get_group(),) if mesh.size() > 1 else ()
+
+
+def reshard(stage: Any) -> None:
+    """Give back the whole weights that a forward pass has gathered, after which no backward pass comes."""
+    for part in stage.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def hold_gradients(stage: Any) -> None:
     """Have the gradients of sharded weights add up whole, in float32, on every rank, until `reducing`."""
     assert isinstance(stage, FSDPModule)
     stage.set_requires_gradient_sync(False)
 
 
 @contextlib.contextmanager
-def reducing(stage: torch.nn.Module) -> Iterator[None]:
+def reducing(stage: Any) -> Iterator[None]:
     """Have a backward pass within reduce what `hold_gradients` held, layer by layer, together with its own."""
     assert isinstance(stage, FSDPModule)
     stage.set_requires_gradient_sync(True)
@@ -117,7 +138,7 @@ def reducing(stage: torch.nn.Module) -> Iterator[None]:
         stage.set_requires_gradient_sync(False)
 
 
-def forget_gradients(stage: torch.nn.Module) -> None:
+def forget_gradients(stage: Any) -> None:
     """Drop what `hold_gradients` holds; no rank waits for another."""
     for part in stage.modules():
         if isinstance(part, FSDPModule):
@@ -240,16 +261,3 @@ def _without_views(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.
         return forward(*args).clone()
 
     return wrapped
-
-
-def _group(replicas: Replicas, *names: str) -> tuple[dist.ProcessGroup, ...]:
-    mesh = replicas.mesh(*names)
-    return (mesh.get_group(),) if mesh.size() > 1 else ()
-
-
-def _num_copies(parameter: torch.Tensor, *, ranks: int) -> int:
-    """Count those of `ranks` that hold the same piece as this one."""
-    if not isinstance(parameter, DTensor):
-        return ranks
-    cuts = [size for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if not placement.is_replicate()]
-    return ranks // math.prod(cuts)

@@ -15,8 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import WeightsError
@@ -26,6 +24,7 @@ from pipelinerl.weights.base import views
 from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
 from pipelinerl.weights.shared_memory import attach_to_write
 from trainer.model.model import Model
+from trainer.parallel.boxes import box_of
 from trainer.parallel.objects import gathered
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
@@ -113,7 +112,7 @@ class ShardedWeights:
         """This rank's share of the writing, and what must be gathered."""
         plain = [name for name in self._model.shapes if name in wanted and list(self._names_of(name)) == [name]]
         shapes = {name: tuple(self._model.shapes[name]) for name in plain if not self._model.is_adapted(name)}
-        by_rank = self._all_boxes({name: _box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
+        by_rank = self._all_boxes({name: box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
         whole_ones = {name for name, shape in shapes.items() if _is_covered([boxes[name] for boxes in by_rank], shape)}
         moves = index_map(
             {name: shapes[name] for name in whole_ones},
@@ -142,18 +141,6 @@ class ShardedWeights:
     def _call(self, call: _Call | None) -> _Call:
         """Exchange rank 0's call; the others give None."""
         return msgspec.convert(self._gather(call, "to publish a policy together")[0], _Call)
-
-
-def _box_of(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> Box:
-    """The box of the whole that this rank holds; an empty one where it holds none, or not one box."""
-    if tensor is None:
-        return tuple((0, 0) for _ in shape)
-    if not isinstance(tensor, DTensor):
-        return whole(shape)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(sizes) != tuple(tensor.to_local().shape):
-        return tuple((0, 0) for _ in shape)
-    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def _is_covered(boxes: list[Box], shape: tuple[int, ...]) -> bool:

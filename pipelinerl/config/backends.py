@@ -1,0 +1,76 @@
+"""The trainer's backends: whose code computes the policy, what each cannot do, and what it needs installed.
+
+Imports no torch: a head node can refuse a run before anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.layout import Layout
+from pipelinerl.errors import ConfigError
+
+
+class TrainerBackend(StrEnum):
+    """Whose code computes the policy's layers and cuts them over ranks."""
+
+    FSDP2 = "fsdp2"
+    """transformers' code, cut by torch's FSDP2 and tensor parallelism: every family and every layout."""
+    TORCHTITAN = "torchtitan"
+    """torchtitan's models and its own parallelisation of them."""
+
+
+FAMILIES = ("llama", "qwen3")
+"""Values of `model_type` in a model's config.json that other backends than fsdp2 compute; both families without experts or biases."""
+_PACKAGES = {TrainerBackend.TORCHTITAN: ("torchtitan", "triton")}
+"""Packages that a backend imports."""
+
+
+def check_installed(backend: TrainerBackend) -> None:
+    """Raise `ConfigError` where a package that the backend imports is not there."""
+    for package in _PACKAGES.get(backend, ()):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f'trainer.backend is "{backend}", and {package} is not installed. Install it with `pip install "pipelinerl[{backend}]"`,'
+                " or leave trainer.backend out"
+            )
+
+
+def problems_of_backend(backend: TrainerBackend, layout: Layout) -> Iterator[str]:
+    """Yield what a layout asks of a backend that it cannot do."""
+    if backend is TrainerBackend.FSDP2:
+        return
+    for kind in ("context", "expert"):
+        if getattr(layout, kind) > 1:
+            yield f"parallel.{kind} = {getattr(layout, kind)} is written for fsdp2 alone"
+    if backend is TrainerBackend.TORCHTITAN and layout.copies > 1 and layout.shard == 1:
+        yield f"it reduces gradients in every row, so that its replicas must share weights: set parallel.shard = {layout.replicas}"
+
+
+def check_model(backend: TrainerBackend, layout: Layout, folder: Path) -> None:
+    """Raise `ConfigError` where the model in `folder` has what the backend's code does not compute."""
+    if backend is TrainerBackend.FSDP2:
+        return
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if found := list(_problems_of_model(layout, settings)):
+        raise ConfigError(f'trainer.backend is "{backend}", and model.path {folder}: {"; ".join(found)}. Set trainer.backend to "fsdp2"')
+
+
+def _problems_of_model(layout: Layout, settings: dict[str, Any]) -> Iterator[str]:
+    if settings.get("model_type") not in FAMILIES:
+        yield f"it is a {settings.get('model_type')}, expected one of {', '.join(FAMILIES)}"
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        yield f"its rotary embeddings are scaled ({kind})"
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if settings.get(key):
+            yield f"{key} is set"
+    if (activation := settings.get("hidden_act", "silu")) != "silu":
+        yield f"hidden_act is {activation}, expected silu"
+    if layout.pipeline > 1 and settings.get("tie_word_embeddings"):
+        yield "its embeddings are tied, which its pipelines do not know (parallel.pipeline)"
