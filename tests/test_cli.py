@@ -58,6 +58,7 @@ def test_help_names_the_first_thing_to_do():
         "upload",
         "trace",
         "slurm",
+        "k8s",
         "doctor",
         "algorithms",
         "keys",

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from pipelinerl.cli.app import ConfigFile, Overrides, console, exit_as
+from pipelinerl.cli.app import ConfigFile, Overrides, console, errors, exit_as
 from pipelinerl.cli.start import print_plan, train
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
@@ -161,6 +161,7 @@ def slurm(
     submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
 ) -> None:
     """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
+    from pipelinerl.launch.node_roles import check_gpus
     from pipelinerl.launch.preflight import check as preflight
     from pipelinerl.launch.slurm import submit as job
     from pipelinerl.runtime.findings import refuse
@@ -170,7 +171,23 @@ def slurm(
         refuse(preflight(settings, runs_here=False))
     script = job.prepare(settings)
     console.print(f"script: {escape(str(script))}")
-    for line in job.check_gpus(settings):
+    for line in check_gpus(settings, settings.slurm, key="slurm.gpus_per_node"):
         console.print(line, highlight=False)
     if submit:
         console.print(f"job: {job.submit(script)}")
+
+
+@commands.command(rich_help_panel=PANEL)
+def k8s(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print a run's Kubernetes manifests (section `kubernetes`): pipelinerl k8s my.toml | kubectl apply -f -
+
+    Paths in the config are those of the pods: the model, the rows and your own files have to be in the image, or on the claim.
+    """
+    from pipelinerl.launch.kubernetes.manifest import manifests, to_yaml
+    from pipelinerl.launch.node_roles import check_gpus
+    from pipelinerl.launch.run_folder import name_now
+
+    settings = load(config_file, overrides=overrides or [], for_run=False)
+    for line in check_gpus(settings, settings.kubernetes, key="kubernetes.gpus_per_node"):
+        errors.print(line, highlight=False)
+    typer.echo(to_yaml(manifests(settings, name=name_now(settings))), nl=False)

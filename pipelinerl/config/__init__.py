@@ -25,9 +25,11 @@ from pipelinerl.config.sections import CriticSection as CriticSection
 from pipelinerl.config.sections import DataSection as DataSection
 from pipelinerl.config.sections import EngineSection as EngineSection
 from pipelinerl.config.sections import EvaluationSection as EvaluationSection
+from pipelinerl.config.sections import KubernetesSection as KubernetesSection
 from pipelinerl.config.sections import LoraSection as LoraSection
 from pipelinerl.config.sections import Mode as Mode
 from pipelinerl.config.sections import ModelSection as ModelSection
+from pipelinerl.config.sections import NodesSection as NodesSection
 from pipelinerl.config.sections import Offload as Offload
 from pipelinerl.config.sections import PipelineSection as PipelineSection
 from pipelinerl.config.sections import ReferenceSection as ReferenceSection
@@ -69,6 +71,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()  # pyright: ignore[reportCallIssue]
     tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
     slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
+    kubernetes: KubernetesSection = KubernetesSection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
     sft_stream: SftStreamSection = SftStreamSection()  # pyright: ignore[reportCallIssue]
 

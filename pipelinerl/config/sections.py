@@ -330,26 +330,41 @@ class TrackingSection(Section):
     )
 
 
-class SlurmSection(Section):
+class NodesSection(Section):
+    """The nodes of a run that has several, whoever deals them out."""
+
+    save_s: PositiveInt = Field(600, description="seconds that a run has to save and end when its nodes are taken: a step and a checkpoint")
+    trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")
+    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they are on the first")
+    scorer_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes without GPUs for scorers; 0: on the first node")
+    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="of the nodes of trainer and engines")
+    cpus_per_node: PositiveInt = Field(8, description="cores asked for on every node")
+
+
+class SlurmSection(NodesSection):
     time: SlurmTime = Field("24:00:00", description="limit of one allocation, as sbatch takes it")
     at_limit: Literal["requeue", "chain", "end"] = Field(
         "requeue",
         description="when the time limit ends an allocation: requeue this job, or submit it anew where it is heterogeneous; leave the rest"
         " to the next job of this name (chain); or end",
     )
-    save_s: PositiveInt = Field(600, description="seconds before the limit at which the run saves and ends: a step and a checkpoint")
-    trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")
-    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they are on the first")
-    scorer_nodes: Annotated[int, Field(ge=0)] = Field(
-        0, description="nodes without GPUs for scorers, in a heterogeneous job; 0: on the first node"
-    )
-    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="of the nodes of trainer and engines")
-    cpus_per_node: PositiveInt = Field(8, description="cores asked for on every node")
     memory_per_node: str = Field("0", description="as sbatch takes it; 0: all of the node")
     partition: str | None = Field(None, description="default: the cluster's own")
     account: str | None = Field(None, description="whom the time is billed to; default: the user's own")
     options: tuple[str, ...] = Field((), description="further sbatch options, each as `--name=value`")
     setup: tuple[str, ...] = Field((), description="shell lines to run first, for example `module load cuda`")
+
+
+class KubernetesSection(NodesSection):
+    image: str = Field("", description="container image with this program in it; scripts/containers builds one")
+    claim: str = Field("", description="PersistentVolumeClaim, ReadWriteMany, that every pod mounts at run.folder: the run folder is there")
+    namespace: str = Field("default", description="of the Jobs and their settings; the claim is in it")
+    memory_per_node: str | None = Field(None, description="asked for in every pod, for example 64Gi; default: the cluster's own")
+    gpu_resource: str = Field("nvidia.com/gpu", description="by which the cluster's device plugin names a GPU")
+    restarts: Annotated[int, Field(ge=0)] = Field(20, description="pods that may be lost or begin again; then the job has failed")
+    pod: dict[str, Any] = Field(
+        {}, description='further fields of the pods\' spec, as Kubernetes names them, such as `{ nodeSelector = { pool = "h100" } }`'
+    )
 
 
 class SftSection(Section):

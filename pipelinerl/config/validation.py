@@ -18,8 +18,10 @@ from pipelinerl.config.sections import (
     DataSection,
     EngineSection,
     EvaluationSection,
+    KubernetesSection,
     LoraSection,
     ModelSection,
+    NodesSection,
     Offload,
     ReferenceSection,
     RolloutSection,
@@ -242,13 +244,21 @@ def _samples_differ(evaluation: EvaluationSection) -> Iterator[str]:
         )
 
 
-def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, slurm: SlurmSection) -> Iterator[str]:
-    if slurm.engine_nodes > engine.count:
-        yield f"slurm.engine_nodes is {slurm.engine_nodes} but engine.count is {engine.count}: nodes would idle. Raise engine.count."
-    if slurm.scorer_nodes > 1:
-        yield f"slurm.scorer_nodes is {slurm.scorer_nodes}, but a run has one scorer, with scorer.slots processes. Set it to 1."
-    if trainer.ranks % slurm.trainer_nodes:
-        yield f"trainer.ranks is {trainer.ranks}, which slurm.trainer_nodes = {slurm.trainer_nodes} does not divide: each has as many."
+def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, nodes: NodesSection, *, section: str) -> Iterator[str]:
+    if nodes.engine_nodes > engine.count:
+        yield f"{section}.engine_nodes is {nodes.engine_nodes} but engine.count is {engine.count}: nodes would idle. Raise engine.count."
+    if nodes.scorer_nodes > 1:
+        yield f"{section}.scorer_nodes is {nodes.scorer_nodes}, but a run has one scorer, with scorer.slots processes. Set it to 1."
+    if trainer.ranks % nodes.trainer_nodes:
+        yield f"trainer.ranks is {trainer.ranks}, which {section}.trainer_nodes = {nodes.trainer_nodes} does not divide: each has as many."
+
+
+def _nodes_of_slurm_have_work(engine: EngineSection, trainer: TrainerSection, slurm: SlurmSection) -> Iterator[str]:
+    yield from _nodes_have_work(engine, trainer, slurm, section="slurm")
+
+
+def _nodes_of_kubernetes_have_work(engine: EngineSection, trainer: TrainerSection, kubernetes: KubernetesSection) -> Iterator[str]:
+    yield from _nodes_have_work(engine, trainer, kubernetes, section="kubernetes")
 
 
 def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: ModelSection) -> Iterator[str]:
@@ -364,7 +374,8 @@ _CHECKS = (
     _backend_can_do_it,
     _zero_bubble_adds_up_in_float32,
     _samples_differ,
-    _nodes_have_work,
+    _nodes_of_slurm_have_work,
+    _nodes_of_kubernetes_have_work,
     _reference_can_be_offloaded,
     _teachers_are_named_once,
     _adapters_can_be_separate,

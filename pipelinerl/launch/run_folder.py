@@ -35,13 +35,23 @@ def make_run_folder(config: Config) -> Path:
         ) from error
 
 
-def _make_run_folder(config: Config) -> Path:
-    name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = sum(1 for _ in config.run.folder.glob(f"{name}*"))
-    folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
-    folder.mkdir(mode=0o700)
+def name_now(config: Config) -> str:
+    """A run's name with the time."""
+    return f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def fill(folder: Path, config: Config) -> None:
+    """Make a run folder of a name: the resolved config and fresh keys, readable by its owner only. Raises `OSError`."""
+    folder.mkdir(mode=0o700, parents=True)
     write_run(folder, config)
     make_keys(folder, peers_of(config))
+
+
+def _make_run_folder(config: Config) -> Path:
+    name = name_now(config)
+    number = sum(1 for _ in config.run.folder.glob(f"{name}*"))
+    folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
+    fill(folder, config)
     return folder
 
 

@@ -16,10 +16,11 @@ from pipelinerl.config.file import parse
 from pipelinerl.engine.__main__ import _gpus_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.gpus import Placement, place
+from pipelinerl.launch.node_roles import check_gpus
 from pipelinerl.launch.preflight import _gpus
 from pipelinerl.launch.roles import Role, roles_of
-from pipelinerl.launch.slurm.__main__ import Supervisor
-from pipelinerl.launch.slurm.submit import check_gpus, prepare
+from pipelinerl.launch.slurm.__main__ import supervisor_of
+from pipelinerl.launch.slurm.submit import prepare
 from pipelinerl.runtime import devices
 from pipelinerl.runtime.devices import Gpu, found_gpus, show_first, usable_gpus
 from pipelinerl.runtime.findings import Level
@@ -217,7 +218,7 @@ NODES = {"engine": {"count": 4}, "trainer": {"ranks": 4}, "slurm": {"trainer_nod
 
 
 def test_a_job_says_before_it_is_submitted_who_takes_which_gpu_of_which_node(tmp_path: Path):
-    assert check_gpus(settings(**NODES)) == [
+    assert check_gpus(settings(**NODES), settings(**NODES).slurm, key="slurm.gpus_per_node") == [
         "node 0: GPU 0: trainer rank 0",
         "node 0: GPU 1: trainer rank 1",
         "node 1: GPU 0: trainer rank 2",
@@ -240,7 +241,7 @@ def test_each_node_of_a_job_deals_its_own_gpus_to_its_own_processes(pretended: C
         (1, "trainer-1", ("--gpus", f"{uuid(0)},{uuid(1)}")),
         (3, "engines-1", ("--gpus", uuid(0), "--gpus", uuid(1))),
     ):
-        recorded = Supervisor(folder, attempt=0, node=node)._roles
+        recorded = supervisor_of(folder, attempt=0, node=node)._roles
         roles, _ = place(config, recorded, usable_gpus(), is_alone=False)
         assert {role.name: role.command[-len(words) :] for role in roles}[name] == words
     assert json.loads((folder / "roles.json").read_text()), "written before any node was known"

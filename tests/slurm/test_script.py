@@ -13,7 +13,7 @@ import pytest
 from pipelinerl.config import Config
 from pipelinerl.config.file import load, load_run, parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.slurm.placement import nodes_of, roles_on
+from pipelinerl.launch.placement import nodes_of, roles_on
 from pipelinerl.launch.slurm.script import OWNED, render
 from pipelinerl.launch.slurm.submit import prepare
 from pipelinerl.runtime.parts import share_of

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.file import parse
-from pipelinerl.launch.slurm import UNFINISHED
 from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.launch.supervisor import UNFINISHED
 from tests.processes import PATIENCE_S, program
 
 pytestmark = pytest.mark.process
 
 LEAVES = """
     import asyncio, os, pathlib, signal, sys, time
-    from pipelinerl.launch.slurm.__main__ import Supervisor
-    supervisor = Supervisor(pathlib.Path(folder), attempt=0, node=1)
+    from pipelinerl.launch.slurm.__main__ import supervisor_of
+    supervisor = supervisor_of(pathlib.Path(folder), attempt=0, node=1)
     pathlib.Path(folder, "logs", "attempt-0").mkdir(parents=True)
     code = asyncio.run(supervisor._leave(75, until=time.time() + 60))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -26,8 +26,8 @@ LEAVES = """
 
 WAITS = """
     import asyncio, pathlib, sys, time
-    from pipelinerl.launch.slurm.__main__ import Supervisor
-    supervisor = Supervisor(pathlib.Path(folder), attempt=0, node=0)
+    from pipelinerl.launch.slurm.__main__ import supervisor_of
+    supervisor = supervisor_of(pathlib.Path(folder), attempt=0, node=0)
     pathlib.Path(folder, "logs", "attempt-0").mkdir(parents=True)
 
     async def hold(at_end):
@@ -50,5 +50,5 @@ def test_a_node_that_has_told_how_it_ended_is_not_ended_by_the_exit_of_the_first
     tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "slurm": {"engine_nodes": 1}}
     run_folder = prepare(parse(tree | {"run": {"folder": str(tmp_path)}}, origin="test")).parent
     ended = subprocess.run(program(LEAVES, folder=run_folder), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == UNFINISHED, ended.stderr
     assert (run_folder / "logs" / "attempt-0" / "node-1.code").read_text() == "75\n"

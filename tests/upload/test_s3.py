@@ -1,6 +1,6 @@
 """A run's copies on S3's own wire: s3fs, unmodified, and moto's server, each written by others.
 
-Skipped where they are not installed: pip install -r scripts/lock/store.txt.
+Skipped where they are not installed: pip install -r scripts/lock/outside.txt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """A run as a Slurm job: one allocation, one supervisor a node, saved and requeued at the limit by exactly one owner.
 
-placement  which process runs on which node
 script     config -> a readable sbatch script
 address    where the first node is to listen, so that the others reach it
 submit     run folder, script and process list on disk; sbatch
@@ -10,6 +9,3 @@ The limit: Slurm sends USR1 to the script, which leaves a wish to save for the s
 `UNFINISHED` when all nodes have ended, and the script requeues the job; nobody else does. A process that fails ends the job with 1, which
 requeues nothing, after the others have had `save_s` to write their checkpoint.
 """
-
-UNFINISHED = 75
-"""Exit code of a run that has saved and is to go on (EX_TEMPFAIL of sysexits.h)."""

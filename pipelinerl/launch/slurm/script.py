@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.slurm import UNFINISHED
-from pipelinerl.launch.slurm.placement import nodes_of
+from pipelinerl.launch.placement import nodes_of
+from pipelinerl.launch.supervisor import UNFINISHED
 
 EARLY_S = 60
 """Slurm may send its signal up to a minute before the time asked for, and looks only once in so long."""

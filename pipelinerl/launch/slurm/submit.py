@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerRefused
-from pipelinerl.launch.gpus import place
-from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.node_roles import check_gpus, record_roles
 from pipelinerl.launch.run_folder import make_run_folder
-from pipelinerl.launch.slurm.placement import nodes_of, roles_on
 from pipelinerl.launch.slurm.script import render
-from pipelinerl.runtime.devices import Gpu
 
 
 def prepare(config: Config) -> Path:
     """Make the run folder, with `job.sbatch` and `roles.json` in it, and return the script's path."""
     render(config, run_folder=config.run.folder, python=sys.executable)  # what is refused leaves no folder behind
-    check_gpus(config)
+    check_gpus(config, config.slurm, key="slurm.gpus_per_node")
     run_folder = make_run_folder(config).absolute()
-    (run_folder / "logs").mkdir()
-    roles = [dataclasses.asdict(role) for role in _roles(config, run_folder)]
-    (run_folder / "roles.json").write_text(json.dumps(roles, indent=1) + "\n")
+    record_roles(config, config.slurm, run_folder)
     script = run_folder / "job.sbatch"
     script.write_text(render(config, run_folder=run_folder, python=sys.executable))
     return script
-
-
-def check_gpus(config: Config) -> list[str]:
-    """Who takes which GPU of `slurm.gpus_per_node`, a line each: by indices alone, as no node is known yet.
-
-    Raises `ConfigError` for a node with too few.
-    """
-    nodes, roles = nodes_of(config.slurm), _roles(config, config.run.folder)
-    is_alone, lines = nodes.count == 1, []
-    gpus = [
-        Gpu(index=index, uuid=f"GPU-{index}", name="of a node", total_bytes=0, free_bytes=0) for index in range(config.slurm.gpus_per_node)
-    ]
-    names = (*config.engine.gpus, *config.prm.gpus, *config.trainer.gpus)
-    if not gpus or not all(str(name).isdecimal() for name in names):
-        return []  # nodes of CPUs; or UUIDs, which nodes compare with their own
-    for node in sorted({*nodes.trainers, *nodes.engines}):
-        here = roles_on(node, [role.name for role in roles], nodes)
-        try:
-            _, placement = place(config, [role for role in roles if role.name in here], gpus, is_alone=is_alone)
-        except ConfigError as error:
-            raise ConfigError(f"node {node}, of slurm.gpus_per_node = {len(gpus)}: {error}") from None
-        lines += [f"node {node}: GPU {gpu.index}: {users}" for gpu, users in placement.users()]
-    return lines
 
 
 def submit(script: Path) -> str:
@@ -63,8 +33,3 @@ def submit(script: Path) -> str:
     if told.returncode:
         raise PeerRefused(f"sbatch refused {script}: {told.stderr.strip()}")
     return told.stdout.strip().partition(";")[0]
-
-
-def _roles(config: Config, run_folder: Path) -> tuple[Role, ...]:
-    nodes = nodes_of(config.slurm)
-    return roles_of(config, run_folder, trainer_nodes=len(nodes.trainers), engine_nodes=len(nodes.engines))

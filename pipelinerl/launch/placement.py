@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pipelinerl.config import SlurmSection
+from pipelinerl.config import NodesSection
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The nodes of a job, numbered from 0 as srun numbers its tasks."""
+    """The nodes of a job, numbered from 0."""
 
     trainers: tuple[int, ...]
     engines: tuple[int, ...]
@@ -25,7 +25,7 @@ class Nodes:
         return len({*self.trainers, *self.engines, *self.scorers})
 
 
-def nodes_of(section: SlurmSection) -> Nodes:
+def nodes_of(section: NodesSection) -> Nodes:
     """The trainer's nodes come first, the orchestrator being on the first of them; then those of engines, then those of scorers."""
     first_engine = section.trainer_nodes
     first_scorer = first_engine + section.engine_nodes
