@@ -1,29 +1,22 @@
 """Tinker's own SDK, unmodified, drives a real vLLM engine and the real trainer: `pipelinerl serve`, adapters and whole weights.
 
 Skipped where the SDK is not installed. It wants an environment of its own, since it asks for other versions of what vLLM needs:
-`python -m venv runs/tinker && runs/tinker/bin/pip install tinker==0.38.0 torch`.
+`scripts/bench/recipes/environment.py` makes it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.observe.lines import read_journals
+from scripts.bench.recipes.environment import PYTHON
+from scripts.bench.recipes.serving import lines, served
 from tests.tiny_models import make_qwen2
-
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / "runs" / "tinker" / "bin" / "python"
 
 pytestmark = [
     pytest.mark.vllm,
@@ -34,34 +27,6 @@ pytestmark = [
 ]
 
 
-@contextlib.contextmanager
-def served(folder: Path, *overrides: str, model: Path) -> Iterator[dict[str, str]]:
-    """The variables that `pipelinerl serve` prints, while it serves a tiny model."""
-    settings = folder / "serve.toml"
-    settings.write_text(f'[model]\npath = "{model}"\ndtype = "float32"\nmax_tokens = 64\n[run]\nfolder = "{folder / "runs"}"\n')
-    command = [sys.executable, "-m", "pipelinerl", "serve", str(settings), "engine.max_running=16", *overrides]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        printed, variables = "", dict[str, str]()
-        for line in process.stdout:
-            printed += line
-            name, equals, value = line.strip().removeprefix("export ").partition("=")
-            if equals and name.startswith("TINKER_"):
-                variables[name] = value
-            if len(variables) == 2:
-                break
-        assert len(variables) == 2, printed
-        try:
-            yield variables
-        finally:
-            process.send_signal(signal.SIGINT)
-            left = time.monotonic() + 60.0
-            while process.poll() is None and time.monotonic() < left:
-                time.sleep(0.1)
-            process.kill()
-        assert process.returncode == 0, process.stdout.read()
-
-
 def drive(folder: Path, variables: dict[str, str], *, rank: int, learning_rate: float) -> dict[str, Any]:
     command = [PYTHON, Path(__file__).with_name("sdk_client.py"), folder / "model", str(rank), str(learning_rate)]
     environment = {**os.environ, **variables, "TINKER_TELEMETRY": "0"}
@@ -69,11 +34,6 @@ def drive(folder: Path, variables: dict[str, str], *, rank: int, learning_rate: 
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-6000:]
     line = next(line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
-
-
-def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    (run_folder,) = (path for path in (folder / "runs").iterdir() if path.name != "saved")
-    return [line for line in read_journals(run_folder) if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("rank", [8, 0], ids=["adapters", "whole weights"])

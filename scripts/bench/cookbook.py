@@ -1,0 +1,73 @@
+"""Do recipes of tinker-cookbook 0.6.1 run unchanged against `pipelinerl serve`, and do they learn?
+
+The recipes' files are the package's own, in an environment of their own (`runs/tinker`, made where it is missing). Their data sets are
+generated, of the schemas and under the names that they ask the Hub for, the model lies in a folder, and a network namespace without any
+way out holds server and recipes. A byte-level model of 0.4 M random parameters is taught to answer 1, 2 or 3 (`sl_loop`) and rewarded for
+1 (`rl_loop`, cispo); DPO prefers 2 over 3, and on-policy distillation has the taught model follow the rewarded one. `math_rl` trains all
+weights of the pretrained SmolLM2-135M on sums up to 200. Each row of the table is a recipe: the mean of its figure over the first steps
+and over the last, and what the server knew of the tokens it was trained on. Either run is a folder: call again where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import harness
+from scripts.bench.recipes import environment
+
+FOLDER = Path("runs/bench-cookbook")
+FIGURES = {
+    "sl_loop": ("train_mean_nll", 1, 0.3, "at most this part of its start"),
+    "rl_loop": ("reward/total", 3, 0.3, "at least so much more"),
+    "dpo": ("dpo_loss", 2, 0.6, "at most this part of its start"),
+    "distillation": ("teacher_kl", 3, 0.5, "at most this part of its start"),
+    "math_rl": ("env/all/reward/total", 3, 0.1, "at least so much more"),
+}
+"""Recipe -> the figure it logs, steps it is averaged over at either end, and the goal, set after a first try of the toy recipes."""
+KNOWN = ("sampled_tokens", "unknown_tokens", "drifted_tokens", "staleness_max")
+
+
+def measure(arguments: Any) -> harness.Measured:
+    environment.make()
+    folder = FOLDER / ("quick" if arguments.quick else "full")
+    if arguments.again or arguments.quick:
+        shutil.rmtree(folder, ignore_errors=True)
+    runs = [("toy", ["sl_loop", "rl_loop"] if arguments.quick else ["sl_loop", "rl_loop", "dpo", "distillation"])]
+    if not arguments.quick:
+        subprocess.run([sys.executable, "examples/make_smollm2.py"], check=True)
+        runs.append(("pretrained", ["math_rl"]))
+    rows, goals = [], []
+    for name, recipes in runs:
+        if not (found_at := folder / name / "found.json").exists():
+            shutil.rmtree(folder / name, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "scripts.bench.recipes", str(folder / name), *recipes], check=True)
+        for recipe, found in json.loads(found_at.read_text()).items():
+            row, goal = _judged(recipe, found)
+            rows.append(row)
+            goals.append(goal)
+    goals.append(harness.at_most("tokens of unknown origin", sum(row["unknown_tokens"] for row in rows), 0))
+    return harness.Measured(rows=rows, goals=goals)
+
+
+def _judged(recipe: str, found: dict[str, Any]) -> tuple[harness.Row, harness.Goal]:
+    figure, width, goal, how = FIGURES[recipe]
+    values = [line[figure] for line in found["metrics"] if figure in line]
+    first, last = (sum(part) / len(part) for part in (values[:width], values[-width:]))
+    steps = found["steps"]
+    known = {name: int((max if name.endswith("max") else sum)(step[f"pipelinerl/{name}"] for step in steps)) for name in KNOWN}
+    row = {"recipe": recipe, "steps": len(steps), "figure": figure, "first": first, "last": last, **known, "seconds": found["seconds"]}
+    if how.startswith("at least"):
+        return row, harness.at_least(f"{recipe}: gain in {figure}", last - first, goal)
+    return row, harness.at_most(f"{recipe}: {figure} over its start", last / first, goal)
+
+
+if __name__ == "__main__":
+    again = {"--again": {"action": "store_true", "help": "make both runs again"}}
+    harness.run("cookbook", measure, works=(), options=again)
