@@ -86,6 +86,7 @@ def render(state: RunState) -> RenderableType:
         ("engines", _engines(state)),
         ("steps", _steps(state.status.prm) if state.status and state.status.prm else None),
         ("turns", _turns(state.status.environment) if state.status and state.status.environment else None),
+        ("agents", _agents(state.status.gateway) if state.status and state.status.gateway else None),
         ("rollouts", Text(identity_words(state))),
         ("queues", _queues(state)),
         ("waits", _waits(state)),
@@ -175,6 +176,15 @@ def _turns(environment: Mapping[str, float]) -> RenderableType:
         alive, again, drifts = (units.whole(environment.get(name, 0)) for name in ("num_alive", "num_restarts", "num_drifts"))
         said += f"   {alive} environments alive   {again} episodes begun again   {drifts} ended by drift"
     return Text(said)
+
+
+def _agents(gateway: Mapping[str, float]) -> RenderableType:
+    """The episodes that agents have, and what became of those they had."""
+    names = ("num_open", "num_offered", "num_agents_waiting", "num_turns", "num_branches", "num_drifted")
+    opened, offered, waiting, turns, branches, drifted = (units.whole(gateway.get(name, 0)) for name in names)
+    said = f"{opened} episodes lent, {offered} on offer   {waiting} agents wait   {turns} turns, {branches} branches, {drifted} drifted"
+    troubles = (("num_expired", "leases expired"), ("num_given_up", "given up"), ("num_refused", "requests refused"))
+    return Text("   ".join([said, *(f"{units.whole(gateway[name])} {words}" for name, words in troubles if gateway.get(name))]))
 
 
 def _engines(state: RunState) -> RenderableType:

@@ -252,6 +252,17 @@ def test_a_process_reward_model_shows_what_it_costs_and_what_waits_for_it() -> N
     assert "process reward model" not in _drawn([_run(), _status(10.0)], width=160)
 
 
+def test_a_run_that_agents_play_shows_what_they_have_and_what_went_wrong() -> None:
+    gateway = {"num_open": 12, "num_offered": 3, "num_agents_waiting": 0, "num_turns": 1234, "num_branches": 5, "num_drifted": 1}
+    drawn = _drawn([_run(), _status(10.0, gateway=gateway | {"num_expired": 0})], width=160)
+    assert "12 episodes lent, 3 on offer   0 agents wait   1,234 turns, 5 branches, 1 drifted" in drawn
+    assert "expired" not in drawn
+    assert "drifted   2 leases expired   7 requests refused" in _drawn(
+        [_run(), _status(10.0, gateway=gateway | {"num_expired": 2, "num_refused": 7})], width=160
+    )
+    assert "episodes lent" not in _drawn([_run(), _status(10.0, gateway=None)], width=160)
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_run_that_is_resumed_is_followed_past_ends_and_past_a_process_that_is_started_again(
     tmp_path: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,8 @@ class StatusRow:
     """Gauges of the process reward model; empty in a run without one."""
     environment: dict[str, float] = dataclasses.field(default_factory=dict)
     """Gauges of an environment; empty in a run without one."""
+    gateway: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Gauges of the gateway and of what it has lent to agents; empty in a run without one."""
     dispatch: dict[str, float] = dataclasses.field(default_factory=dict)
     """What the rules that send rollouts one by one have done since the run began; empty in a run without them."""
     queues: dict[str, QueueGauge] = dataclasses.field(default_factory=dict)

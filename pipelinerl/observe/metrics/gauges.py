@@ -108,6 +108,17 @@ GAUGES = (
         read=lambda state: _status(state).environment,
     ),
     Metric(
+        "gateway/<gauge>",
+        "gateway",
+        "counts",
+        "of a run whose rollouts agents play: episodes lent now (num_open), on offer, and lent so far, agents that wait for one, HTTP"
+        " requests, those refused, turns, retries that got the answer they had, branches, turns rendered anew (num_drifted); leases that"
+        " expired, attempts given up, and tokens of such attempts",
+        "num_agents_waiting at 0 with episodes on offer: start more agents. num_expired grows: agents need longer than a lease lasts."
+        " num_drifted grows: the agent changes what it was told, or the chat template drops it.",
+        read=lambda state: _status(state).gateway,
+    ),
+    Metric(
         "weights/policy_version",
         "version",
         "versions",

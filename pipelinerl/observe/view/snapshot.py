@@ -96,6 +96,7 @@ class Snapshot:
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
             "prm": status.prm,
             "environment": status.environment,
+            "gateway": status.gateway,
             "curves": self._curves(),
             "components": self._components(),
             "samples": self.samples.as_json(),

@@ -261,7 +261,7 @@ def test_no_label_is_cut_idle_stages_are_marked_and_the_page_is_whole_on_a_phone
         "waited_s": {"scoring: trajectories": 75.0, "generation: " + long: 10.0},
         "engines": [engine, {**engine, "engine_id": 1, "version": 1240}],
         "prm": {"num_steps": 321456, "num_waiting_tokens": 45123, "num_stopped": 61234},
-        "environment": {"num_awaiting_reply": 1234},
+        "gateway": {"num_open": 1234},
     }
     sample = {"step": 1, "prompt": "x" * 500, "columns": {"a" * 90: "y" * 400}, "token_ids": [7], "versions": [[1, 1]], "reward": 0.5}
     lines = ({"kind": "run", "config": {}}, {"kind": "status", **status}, {"kind": "sample", **sample})
@@ -275,6 +275,7 @@ def test_no_label_is_cut_idle_stages_are_marked_and_the_page_is_whole_on_a_phone
     words = re.findall(r'class="small"[^>]*>([^<]*)</text>', wide)
     assert long in " ".join(words), "every word of what is waited for, line by line"
     assert "idle: nothing to do" in words
+    assert any(text.endswith("episodes lent") for text in words), "agents stand where an environment would"
     assert re.search(r'<div class="wait idle"><span>scoring for trajectories</span>.*?<span>75 %</span>', wide)
     assert '<div class="wait"><span>scoring' not in wide
     for drawn in (wide, phone):

@@ -92,7 +92,7 @@ function stages(s) {
 }
 function flow(s) {
   const root = $("flow"), y = 34, at = {}, names = line(s);
-  const high = 36 + 13 * Math.max(2, ...names.map(([name]) => doing(s, name).length)), low = y + high + ("num_awaiting_reply" in s.environment ? 90 : 64);
+  const high = 36 + 13 * Math.max(2, ...names.map(([name]) => doing(s, name).length)), low = y + high + (beside(s) ? 90 : 64);
   root.replaceChildren();
   let x = 12;
   for (const [name, queue] of names) {
@@ -114,7 +114,7 @@ function flow(s) {
   const tall = 30 + 14 * Math.max(...boxes.map(([, , texts]) => texts.flatMap(text => wrap(text, WIDER)).length)), foot = low + tall;
   for (const [x, title, texts] of boxes) box(root, x, low, tall, title, texts.flatMap(text => wrap(text, WIDER)));
   root.setAttribute("viewBox", `0 0 ${x - GAP + 20} ${foot + 26}`);
-  if ("num_awaiting_reply" in s.environment) environment(root, s, at, y, high, low);
+  if (beside(s)) environment(root, beside(s), at, y, high, low);
   for (const name of ["generation", "scoring"]) make(root, "path", {class: "pipe", d: `M${at[name] + 50} ${y + high}V${low - 4}m-5 -6l5 6l5 -6M${at[name] + 78} ${low}V${y + high + 4}m-5 6l5 -6l5 6`});
   make(root, "path", {class: "pipe", d: `M${at.trainer + 64} ${y + high}V${low - 4}m-5 -6l5 6l5 -6`});
   make(root, "path", {class: "pipe", d: `M${at.trainer + 64} ${foot + 2}v14H${at.generation + 64}v-10m-5 6l5 -6l5 6`});
@@ -145,12 +145,16 @@ function prmStage(root, at, y, high, wait, ended) {
   make(root, "text", {x: left + 12, y: y - 9, "font-weight": 600}, "prm");
   if (wait && !ended) make(root, "text", {class: "small", x: left + 88, y: y - 9}, `waits for ${wait[0].slice("prm: ".length)}, ${wait[1].toFixed(1)} s`);
 }
-// Beside generation: turns go down to the scorers, who run the environment, and what it replies comes back.
-function environment(root, s, at, y, high, low) {
+// Beside generation: turns go down to the scorers, who run the environment, or out to agents, and what is replied comes back.
+function beside(s) {
+  if ("num_awaiting_reply" in s.environment) return ["environment", `${short(s.environment.num_awaiting_reply)} between turns`];
+  return "num_open" in s.gateway ? ["agents", `${short(s.gateway.num_open)} episodes lent`] : null;
+}
+function environment(root, [title, words], at, y, high, low) {
   const middle = (at.generation + BOX + at.scoring) / 2, top = y + high + 26, text = (dy, words, css) => make(root, "text", {class: css, x: middle, y: top + dy, "text-anchor": "middle"}, words);
   make(root, "path", {class: "pipe", d: `M${at.generation + BOX - 24} ${y + high}L${middle - 40} ${top + 12}M${middle + 40} ${top + 36}L${at.scoring + 8} ${low}`});
   make(root, "rect", {class: "box", x: middle - 56, y: top, width: 112, height: 46});
-  text(18, "environment", ""); text(35, `${short(s.environment.num_awaiting_reply)} between turns`, "small");
+  text(18, title, ""); text(35, words, "small");
 }
 function box(root, x, y, height, title, lines) {
   make(root, "rect", {class: "box", x: x - 14, y, width: 156, height});
