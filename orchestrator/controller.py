@@ -21,6 +21,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 
@@ -28,9 +29,10 @@ from orchestrator.assembly import opened
 from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import PromptBuilder, longest_prompt
 from orchestrator.run import Run
-from orchestrator.scripted_run import Row, ScriptedRun
+from orchestrator.scripted_run import DemonstrationOf, Row, ScriptedRun
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
+from pipelinerl.data.demonstrations import DemonstrationEncoder
 from pipelinerl.data.hub import resolved
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.errors import ConfigError, DataError, PipelineError, ScriptError
@@ -79,7 +81,7 @@ class Controller:
             name = self._resume if isinstance(self._resume, str) else None
             earlier = resuming.find_run(self._config, name) if self._resume else None
             lease = stack.enter_context(held(earlier.folder)) if earlier is not None else None
-            findings = await asyncio.to_thread(lambda: [*_not_in_scripts(self._config), *check(self._config)])
+            findings = await asyncio.to_thread(lambda: [*_not_in_scripts(self._config), *check(self._config, in_script=True)])
             refuse(findings)
             show(findings, Console(stderr=True), Level.NOTE, Level.WARN)
             folder = earlier.folder if earlier is not None else make_run_folder(self._config)
@@ -119,6 +121,7 @@ class Controller:
             folder=folder,
             prompt_of=functools.partial(_own_prompt, builder, longest_prompt(config)),
             decode=decoder(tokenizer, ends=given.stop_token_ids),
+            demonstration=_demonstrations(config, tokenizer),
         )
         return run, scripted, launcher
 
@@ -155,13 +158,13 @@ async def _drive(run: Run, launcher: Launcher | None) -> None:
             await run.run()
             if launcher is not None:
                 launcher.orchestrator_ended()
-        script.fail(ScriptError("the block of the Controller is left, and its run has ended: nothing can be asked of it any more"))
+        script.waits.fail(ScriptError("the block of the Controller is left, and its run has ended: nothing can be asked of it any more"))
     except BaseExceptionGroup as several:
         error = _first(several)
-        script.fail(error)
+        script.waits.fail(error)
         raise error from several
     except BaseException as error:
-        script.fail(error)
+        script.waits.fail(error)
         raise
 
 
@@ -171,6 +174,12 @@ def _first(error: BaseException) -> BaseException:
         return error
     leaves = [_first(one) for one in error.exceptions]
     return next((leaf for leaf in leaves if isinstance(leaf, PipelineError)), leaves[0])
+
+
+def _demonstrations(config: Config, tokenizer: Any) -> DemonstrationOf:
+    """Make demonstrations of rows; a tokenizer that cannot end a text is an error of the first one."""
+    encoder = functools.cache(lambda: DemonstrationEncoder(config, tokenizer=tokenizer))
+    return lambda row, *, where: encoder().encode(row, where=where)
 
 
 def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> Prompt:

@@ -40,6 +40,8 @@ from orchestrator.stages.held_policies import HeldPolicies
 from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Source
 from orchestrator.stages.script import Script
+from orchestrator.stages.script_steps import ScriptSteps
+from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
@@ -295,25 +297,34 @@ class Parts:
             num_replicas=config.trainer.layout.replicas,
         )
         held.publish(next_step)  # engines of a script that goes on take what the one before has trained
+        book = ScriptBook(num_steps=config.trainer.steps, first_step=next_step, **bound)
+        waits = ScriptWaits(watch=self.watch, owner=Script.name)
+        steps = ScriptSteps(
+            held=held,
+            book=book,
+            cut=ScriptCut(first_step=past.open_step),
+            admission=self.admission,
+            ledger=self.given.ledger,
+            waits=waits,
+            past=past,
+            intended=intended,
+            max_row_tokens=config.batch.max_tokens,
+            teachers=tuple(config.reference.teachers),
+        )
         script = Script(
             prompts=channels.prompts,
             generated=channels.generated,
             to_score=channels.trajectories,
             scored=channels.scored,
-            held=held,
-            book=ScriptBook(num_steps=config.trainer.steps, first_step=next_step, **bound),
-            cut=ScriptCut(first_step=past.open_step),
-            admission=self.admission,
-            ledger=self.given.ledger,
-            watch=self.watch,
+            book=book,
+            steps=steps,
+            waits=waits,
             queue_bytes=config.pipeline.queue_bytes,
             num_siblings=config.rollout.group_size,
             adds_greedy=self.adds_greedy,
-            past=past,
-            intended=intended,
             position=lambda: self.given.source.position,
         )
-        self.progress.on_trained = script.hear_done
+        self.progress.on_trained = steps.hear_done
         return script
 
     def cut(self) -> BatchCut:

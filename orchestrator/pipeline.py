@@ -53,7 +53,7 @@ class Pipeline:
         self.stages: tuple[Stage, ...] = tuple(stage for stage in every if stage is not None)
         """The stages of this run, in the order of the flow."""
         if self.script is not None:  # `parts.given.in_script`
-            self.script.join(self.stages)
+            self.script.steps.join(self.stages)
 
     def _stages_of_rollouts(self, parts: Parts) -> Iterator[Stage | None]:
         config, past, channels, ledger = parts.config, parts.past, self.channels, parts.given.ledger
@@ -137,7 +137,7 @@ class Pipeline:
             packed=channels.packed,
             rows=channels.rows,
             grouping=parts.grouping(),
-            cut=parts.cut() if self.script is None else self.script.cut,
+            cut=parts.cut() if self.script is None else self.script.steps.cut,
             packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
             admission=parts.admission,
             credits=parts.credits,

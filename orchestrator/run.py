@@ -119,7 +119,7 @@ class Run:
     async def _main(self) -> None:
         await self._wait_for_peers()
         past, version = self.parts.past, self.pipeline.training.session.version
-        num_running = len(past.running_groups) if self.pipeline.script is None else self.pipeline.script.num_intended_groups
+        num_running = len(past.running_groups) if self.pipeline.script is None else self.pipeline.script.steps.num_intended_groups
         self.parts.admission.restore(accepted=past.num_assigned_groups, running=num_running, version=version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self.parts.watch.run(), name="watchdog")
@@ -152,11 +152,11 @@ class Run:
         self._is_training = True
         self.ready.set()
         async with asyncio.TaskGroup() as group:
-            stages = (*self.pipeline.stages, *([script.held] if script is not None else ()))
+            stages = (*self.pipeline.stages, *([script.steps.held] if script is not None else ()))
             tasks = [group.create_task(stage.run(), name=stage.name) for stage in stages]
             if script is None:
                 tasks.append(group.create_task(self.evaluation.follow(self.parts.engines.oldest_version), name="evaluation"))
-            finished = group.create_task((self.pipeline.training.finished if script is None else script.left).wait())
+            finished = group.create_task((self.pipeline.training.finished if script is None else script.steps.left).wait())
             stopped = group.create_task(self._stopped.wait())
             await asyncio.wait((finished, stopped), return_when=asyncio.FIRST_COMPLETED)
             if finished.done():

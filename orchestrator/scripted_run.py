@@ -7,15 +7,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from orchestrator.ledger.rollouts import Counts
 from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sampled_of, samples_of
 from orchestrator.run import Run
 from orchestrator.stages.streams import Stream
+from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config
-from pipelinerl.errors import PeerRefused, ScriptError
-from pipelinerl.messages import Outcome, Prompt, Sample, ScoredTrajectory, StepDone, TerminalStatus, Trajectory
+from pipelinerl.errors import ConfigError, PeerRefused, ScriptError
+from pipelinerl.messages import (
+    Demonstration,
+    Float32,
+    LogprobModel,
+    Outcome,
+    Prompt,
+    Sample,
+    ScoredTrajectory,
+    StepDone,
+    TerminalStatus,
+    Trajectory,
+)
 from pipelinerl.storage.checkpoint_folder import name_of
 
 OWN_PROMPTS = 1 << 40
@@ -23,6 +35,12 @@ OWN_PROMPTS = 1 << 40
 
 Row = Mapping[str, Any]
 """A row as `data.source` would give it: the column of `data.prompt_column`, and what rewards read."""
+
+
+class DemonstrationOf(Protocol):
+    """Makes a demonstration of a row; an error begins with `where`."""
+
+    def __call__(self, row: Row, *, where: str) -> Demonstration: ...
 
 
 class ScriptedRun:
@@ -40,17 +58,20 @@ class ScriptedRun:
         folder: Path,
         prompt_of: Callable[[int, Row], Prompt],
         decode: Callable[[list[int]], str],
+        demonstration: DemonstrationOf,
     ) -> None:
-        """`prompt_of` makes a prompt of a number and a row; `decode` the text of a completion's tokens."""
+        """`prompt_of` makes a prompt of a number and a row, `demonstration` one of a row; `decode` the text of a completion's tokens."""
         assert run.pipeline.script is not None, "the run was made for a script"
         self.folder = folder
         """The run's folder: journal, ledger, checkpoints, and in the end `model/`."""
         self._run = run
         self._given = run.parts.given
         self._script = run.pipeline.script
+        self._steps = self._script.steps
         self._config = config
         self._prompt_of = prompt_of
         self._decode = decode
+        self._demonstration = demonstration
         self._num_own_prompts = run.parts.past.next_group_id
 
     @property
@@ -104,7 +125,7 @@ class ScriptedRun:
         A group that the method filters out, or too few of whose siblings have a reward, gives no row, and ends with the next step as
         filtered or failed. A rule over a whole step (`batch`) takes all that is given here as the step.
         """
-        self._script.check()
+        self._script.waits.check()
         rules, kept = self._given.step_rules, list[tuple[Siblings, list[Any]]]()
         for siblings in self._script.book.siblings(scored):
             usable = tuple(member for member in siblings if member.score.outcome is Outcome.OK)
@@ -130,16 +151,41 @@ class ScriptedRun:
         """Train rows as one step, and return what the trainer says of it; `metrics` has its figures.
 
         The rows of a group go into one step, after all its siblings were read; those left out end as filtered. A group with a token more
-        than `pipeline.max_staleness` versions older than this step does not train, and ends as stale. `loss` names the method whose loss is
-        used, `algorithm.name`. Raises `TrainedTwice`, `RolloutsUnread`, `NobodySends` after the last step, and `ScriptError` where no row
-        can train.
+        than `pipeline.max_staleness` versions older than this step does not train, and ends as stale. `loss` names the method whose loss
+        this step has, where that is not `algorithm.name`: a row of the table of algorithms. Raises `TrainedTwice`, `RolloutsUnread`,
+        `NobodySends` after the last step, and `ScriptError` where no row can train, or for a loss that this run has no models for.
         """
-        if loss not in (None, self._config.algorithm.name):
-            raise ScriptError(
-                f"train: loss is {loss!r}, and the trainer was started for {self._config.algorithm.name!r}: set algorithm.name, and"
-                " algorithm.overrides for single rules of it"
-            )
-        return await self._script.train(rows)
+        if loss in (None, self._config.algorithm.name):
+            return await self._steps.train(rows, loss="")
+        try:
+            method_of_loss(self._config, str(loss))
+        except ConfigError as error:
+            raise ScriptError(f"train: {error}") from None
+        return await self._steps.train(rows, loss=str(loss))
+
+    async def sft(self, rows: Iterable[Row]) -> StepDone:
+        """Train demonstrations as one step, and return what the trainer says of it: `metrics["loss"]` is in nats per trained token.
+
+        A row has a prompt, in the column of `data.prompt_column`, and what should follow it, in that of `sft.completion_column`. It is a
+        step like any other: it makes a version, `trainer.learning_rate` is its learning rate, and rollouts grow older by it. Raises
+        `DataError` for a row that lacks a text or is too long, and `NobodySends` after the last step.
+        """
+        return await self._steps.sft([self._demonstration(row, where=f"sft: row {number}") for number, row in enumerate(rows)])
+
+    async def logprobs(
+        self, rollouts: Sequence[Trajectory], *, model: LogprobModel | Literal["policy", "reference"] = LogprobModel.REFERENCE
+    ) -> list[Float32]:
+        """Return how likely the tokens of each rollout are to a model of the trainer: [L] float32, natural log at the temperature of
+        rollouts, 0.0 where a token has no loss.
+
+        `reference` is the frozen model of `reference.path`, or each row's own of `reference.teachers`; `policy` the newest one, published
+        or not. Steps that were asked for before are trained first. Raises `ScriptError` where the config names no reference.
+        """
+        if model not in list(LogprobModel):
+            raise ScriptError(f"logprobs: model is {model!r}, expected one of {', '.join(LogprobModel)}")
+        if model == LogprobModel.REFERENCE and not self._config.reference.folders:
+            raise ScriptError("logprobs: no reference. Set reference.path, to model.path for the model that the run begins with")
+        return await self._steps.logprobs(rollouts, model=LogprobModel(model))
 
     async def publish(self) -> int:
         """Bring the newest policy to the engines, and return its version.
@@ -147,10 +193,10 @@ class ScriptedRun:
         Waits until the trainer has written it, not until engines hold it: each fetches it while it decodes, and swaps between two forward
         passes. Raises `NothingTrained` where no step was trained since the last time.
         """
-        self._script.check()
+        self._script.waits.check()
         self._script.book.check_publish()
         version = self.step
-        await self._script.publish(version)
+        await self._steps.publish(version)
         return version
 
     async def evaluate(self) -> float | None:
@@ -159,12 +205,12 @@ class ScriptedRun:
         Waits until every engine holds it. None where the evaluation was given up: the journal says why. The answers are no rollouts of
         the run, and none of them trains. Raises `ScriptError` without `evaluation.source`.
         """
-        self._script.check()
+        self._script.waits.check()
         if not self._given.held_out:
             raise ScriptError("evaluate: no held-out prompts. Set evaluation.source")
         version, evaluation = self.version, self._run.evaluation
-        await self._script.beside(self._run.in_force(version), f"engines to commit policy {version}")
-        await self._script.beside(evaluation.evaluate(version), f"the evaluation of policy {version}")
+        await self._script.waits.beside(self._run.in_force(version), f"engines to commit policy {version}")
+        await self._script.waits.beside(evaluation.evaluate(version), f"the evaluation of policy {version}")
         return dict(evaluation.results).get(version)
 
     async def save(self) -> Path:
@@ -173,10 +219,10 @@ class ScriptedRun:
         The run also saves every `checkpoint.every` steps and at its end. Raises `NothingTrained` before the first step, `PeerRefused` where
         it could not be written.
         """
-        self._script.check()
+        self._script.waits.check()
         self._script.book.check_save()
         version = self.step
-        await self._script.save(version, checkpoints=self._run.pipeline.training.session.checkpoints)
+        await self._steps.save(version, checkpoints=self._run.pipeline.training.session.checkpoints)
         path = self.folder / "checkpoints" / name_of(version)
         if not path.is_dir():
             raise PeerRefused(f"save: the trainer could not write {path}: see its log. The checkpoint before it is untouched")
@@ -189,13 +235,13 @@ class ScriptedRun:
         """
         script, training = self._script, self._run.pipeline.training
         script.check_all_read()
-        await script.drop_refused()
+        await self._steps.drop_refused()
         if self.step < self.num_steps:
             self._run.stop("the script has ended", evaluates=False)
             return
-        script.held.publish(self.step)
-        await script.beside(training.finished.wait(), "the trainer to save the last policy")
-        script.left.set()
+        self._steps.held.publish(self.step)
+        await script.waits.beside(training.finished.wait(), "the trainer to save the last policy")
+        self._steps.left.set()
 
     # --- inside ---
 

@@ -14,6 +14,7 @@ from pipelinerl.algorithms.loss.call import check_own_rules
 from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method, Need
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import specs_of
+from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config, Offload, SftSection, TrainerSection
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
@@ -32,6 +33,7 @@ from trainer.model.teachers import Teachers
 from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.step import Step
+from trainer.steps import Steps
 
 MAX_LOGPROB_GAP = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1}
 """Default of `trainer.max_logprob_gap`, by what an engine computes in: several times what rounding alone does; smaller would end healthy
@@ -140,12 +142,31 @@ def build_step(
         ),
         correct_reward=config.algorithm.correct_reward,
         epochs=config.trainer.epochs,
-        reference=_reference(config, policy=policy.model, method=method, replicas=replicas),
+        reference=_reference(config, policy=policy.model, method=method, replicas=replicas) if method.needs & REFERENCE_OFFERS else None,
         critic=None if critic is None else critic_of(critic, method=method, replicas=replicas),
         critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
         replay_routing=config.model.replay_routing,
         controllers=controllers,
         sft_stream=_sft_stream(config, backend=backend, replicas=replicas),
+    )
+
+
+def build_steps(
+    config: Config, *, policy: Trained, critic: Trained | None, replicas: Replicas, first_step: int, controllers: Controllers
+) -> Steps:
+    """As `build_step`, for a run whose steps may each have a loss of their own."""
+    own = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first_step, controllers=controllers)
+
+    @functools.cache
+    def reference() -> Reference | Teachers | None:
+        return own.reference or _reference(config, policy=policy.model, method=method_of(config), replicas=replicas)
+
+    return Steps(
+        own,
+        method_of=functools.partial(method_of_loss, config),
+        critic_of=lambda method: None if critic is None else critic_of(critic, method=method, replicas=replicas),
+        reference=reference,
+        max_tokens=config.batch.max_tokens,
     )
 
 
@@ -224,9 +245,7 @@ def _sft_stream(config: Config, *, backend: Backend[Outputs], replicas: Replicas
 
 
 def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | Teachers | None:
-    """The frozen models where the method reads one; a run whose method reads none loads none."""
-    if not method.needs & REFERENCE_OFFERS:
-        return None
+    """Load the frozen models that the config names; None where it names none."""
     found: list[Reference] = []
     for key, folder in config.reference.folders.items():
         found.append(_frozen(config, folder, key=key, policy=policy, method=method, replicas=replicas))

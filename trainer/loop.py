@@ -19,6 +19,9 @@ from pipelinerl.config.layout import check_layout
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
+    Command,
+    ComputeLogprobs,
+    LogprobsComputed,
     MicroBatch,
     SaveCheckpoint,
     StepClosed,
@@ -35,18 +38,19 @@ from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.timeline import timeline_of
 from pipelinerl.weights.transports import device_transports
-from trainer.build import adapters_of, build_critic, build_policy, build_step, state_of
+from trainer.build import adapters_of, build_critic, build_policy, build_steps, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_adapter, save_model
 from trainer.controllers import Controllers
 from trainer.data.loader import LoadedRow, RowLoader
 from trainer.data.rows_in_progress import RowsInProgress, interrupted_rows
 from trainer.data.sample_digest import SampleDigest
+from trainer.logprobs import compute_logprobs
 from trainer.orchestrator_client import OrchestratorClient
 from trainer.parallel.replicas import Replicas
 from trainer.rows.packed_row import PackedRow
-from trainer.step import Step
 from trainer.step_timer import StepTimer
+from trainer.steps import Steps, TrainedStep
 from trainer.weights.async_publisher import AsyncPublisher
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
@@ -78,7 +82,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
                 trained.optimizer.round()
         sample_digest.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
-    step = build_step(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
+    steps = build_steps(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
     sharded = ShardedWeights(policy.model, replicas=replicas) if policy.model.is_sharded else None
     adapters = policy.model.adapters if sharded is None else policy.model.described_adapters
     publisher = None
@@ -136,13 +140,13 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
 
         def lay_out(batch: MicroBatch) -> PackedRow | None:
             with in_progress(batch):
-                return step.lay_out(batch)
+                return steps.own.lay_out(batch)
 
-        loader = at_end.enter_context(RowLoader(client, replicas=replicas, lay_out=lay_out, split=step.split))
+        loader = at_end.enter_context(RowLoader(client, replicas=replicas, lay_out=lay_out, split=steps.split))
         send = client.send if client is not None and publisher is not None else lambda message: None
         loop = Loop(
             loader=loader,
-            step=step,
+            steps=steps,
             async_publisher=at_end.enter_context(
                 AsyncPublisher(publisher, sharded=sharded, send=send, timeline=timeline_of(replicas.device))
             ),
@@ -174,9 +178,9 @@ class Loop:
     """The training loop and what it drives."""
 
     loader: RowLoader
-    step: Step
+    steps: Steps
     async_publisher: AsyncPublisher
-    send: Callable[[StepDone | CheckpointSaved | CheckpointFailed | TrainingEnded], None]
+    send: Callable[[StepDone | LogprobsComputed | CheckpointSaved | CheckpointFailed | TrainingEnded], None]
     """Sends to the orchestrator where this rank publishes; elsewhere it does nothing."""
     timer: StepTimer
     sample_digest: SampleDigest
@@ -199,7 +203,11 @@ class Loop:
         commit, version = "", first
         saved = first
         for number in range(first, num_steps):
-            while isinstance(sealed := self._add_rows(), SaveCheckpoint):
+            while isinstance(sealed := self._add_rows(), Command):
+                if isinstance(sealed, ComputeLogprobs):
+                    with self.timer("logprobs"):
+                        self.send(compute_logprobs(sealed, steps=self.steps))
+                    continue
                 with self.timer("checkpoint"):
                     if commit and saved < number:
                         self.checkpoint(number, commit)
@@ -212,15 +220,16 @@ class Loop:
                 break
             with self.timer("publish"):
                 self.async_publisher.wait()
+            step = self.steps.sealed(sealed)
             with self.timer("forward_backward"):
-                self.step.train_held(sealed)
+                step.train_held(sealed)
             with self.timer("optimizer"):
-                metrics = self.step.finish(sealed)
+                metrics = step.finish(sealed)
             self.sample_digest.finish_step()
             commit = sealed.commit
             version = number + 1
             is_due = version % self.checkpoint_every == 0 or version == num_steps
-            self._finish_step(number, metrics, is_due=is_due, commit=commit)
+            self._finish_step(number, metrics, step=step, is_due=is_due, commit=commit)
             saved = version if is_due else saved
         self.async_publisher.wait(is_last=True)
         return version
@@ -233,10 +242,10 @@ class Loop:
                     print(news.error, file=sys.stderr, flush=True)
             self.send(news)
 
-    def _finish_step(self, number: int, metrics: dict[str, float], *, is_due: bool, commit: str) -> None:
+    def _finish_step(self, number: int, metrics: dict[str, float], *, step: TrainedStep, is_due: bool, commit: str) -> None:
         """Publish before a checkpoint: engines wait for the one, and nobody for the other. Both count among the next step's seconds."""
         seconds = self.timer.finish_step(num_tokens=metrics["num_tokens"]) | self.async_publisher.take_metrics()
-        self.send(StepDone(step=number, metrics=metrics | seconds, engines=self.step.engines))
+        self.send(StepDone(step=number, metrics=metrics | seconds, engines=step.engines))
         with self.timer("publish"):
             self.async_publisher.begin(number + 1)
         if is_due:
@@ -244,8 +253,8 @@ class Loop:
                 self.checkpoint(number + 1, commit)
         self.tell_news()
 
-    def _add_rows(self) -> StepClosed | SaveCheckpoint | None:
-        """Train on rows as they come until the step is sealed, or, before its first row, until told to save; None where told to stop."""
+    def _add_rows(self) -> StepClosed | Command | None:
+        """Train on rows as they come until the step is sealed, or, before its first row, until a command comes; None where told to stop."""
         while True:
             with self.timer("wait"):
                 loaded = self.loader.take()
@@ -253,9 +262,9 @@ class Loop:
                 case LoadedRow():
                     with self.timer("forward_backward"), self.in_progress(loaded.batch):
                         for part in loaded.parts:
-                            self.step.add(part.batch, part.row, has_gradient=part.has_gradient)
+                            self.steps.of(part.batch.loss).add(part.batch, part.row, has_gradient=part.has_gradient)
                     self.sample_digest.add(loaded.batch)
-                case StepClosed() | SaveCheckpoint():
+                case StepClosed() | SaveCheckpoint() | ComputeLogprobs():
                     return loaded
                 case Stop():
                     return None

@@ -18,9 +18,12 @@ from pipelinerl.messages import (
     Alive,
     CheckpointFailed,
     CheckpointSaved,
+    Command,
+    ComputeLogprobs,
     EndTraining,
     Failed,
     LayoutFixed,
+    LogprobsComputed,
     Message,
     MicroBatch,
     PolicyHeld,
@@ -126,7 +129,7 @@ class OrchestratorClient:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
         """Guards `_rows` and `_end`."""
-        self._rows: collections.deque[MicroBatch | StepClosed | SaveCheckpoint] = collections.deque()
+        self._rows: collections.deque[MicroBatch | StepClosed | Command] = collections.deque()
         self._end: Stop | Exception | None = None
         """Why nothing more will come."""
         self._end_of_training: EndTraining | None = None
@@ -150,8 +153,8 @@ class OrchestratorClient:
         self._wake()
         self._thread.join(CLOSE_S)
 
-    def take(self) -> MicroBatch | StepClosed | SaveCheckpoint | Stop:
-        """Wait for the next row, the seal after a step's last row, or the word to save between two steps. Once told to stop, or to train no
+    def take(self) -> MicroBatch | StepClosed | Command | Stop:
+        """Wait for the next row, the seal after a step's last row, or a command between two steps. Once told to stop, or to train no
         further, give `Stop` at once.
 
         Raises `PeerSilent` where the orchestrator gives no sign of life for too long, `WireError` and `PeerRefused` for what it should not
@@ -181,7 +184,9 @@ class OrchestratorClient:
             self._end = self._end or Stop(reason="the training loop has ended")
             self._changed.notify_all()
 
-    def send(self, message: StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Failed) -> None:
+    def send(
+        self, message: StepDone | PolicyPublished | LogprobsComputed | CheckpointSaved | CheckpointFailed | TrainingEnded | Failed
+    ) -> None:
         """Hand a message to the orchestrator; never waits."""
         self._outbox.put(message)
         self._wake()
@@ -241,7 +246,7 @@ class OrchestratorClient:
                 with self._changed:
                     self._rows.extend(given)
                     self._changed.notify_all()
-            case SaveCheckpoint():  # it comes before any row of the step that follows
+            case SaveCheckpoint() | ComputeLogprobs():  # it comes before any row of the step that follows
                 with self._changed:
                     self._rows.append(message)
                     self._changed.notify_all()

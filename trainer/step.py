@@ -137,7 +137,7 @@ class Step:
         self._num_tokens_without_gradient += 0 if has_gradient else len(batch.token_ids)
         self._num_unrouted += num_unrouted(batch.routes, lengths=batch.lengths) if self.replay_routing else 0
         if row is not None and batch.teacher_ids is not None:
-            row = dataclasses.replace(row, teacher_ids=_teacher_ids(batch, device=self.replicas.device))
+            row = dataclasses.replace(row, teacher_ids=teacher_ids(batch, device=self.replicas.device))
         reference_logprobs, row = (None, row) if self.reference is None else self.reference.judge(row)
 
         def columns(outputs: Outputs) -> TokenColumns:
@@ -293,7 +293,7 @@ class Step:
         return totals
 
 
-def _teacher_ids(batch: MicroBatch, *, device: torch.device) -> torch.Tensor:
+def teacher_ids(batch: MicroBatch, *, device: torch.device) -> torch.Tensor:
     """[K] int64, the teacher of each trained token."""
     assert batch.teacher_ids is not None
     return torch.from_numpy(np.repeat(batch.teacher_ids, batch.lengths)[batch.loss_mask].astype(np.int64)).to(device, non_blocking=True)

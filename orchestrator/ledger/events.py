@@ -13,7 +13,8 @@ Every entry is `t` (seconds on the clock of the process that wrote it, see `bega
     skipped     a quarantined prompt was drawn
 
     of a step or a checkpoint
-    closed      the step has all its rows: `num_rows`, `num_samples`, `num_tokens`; the entry's number is the step's commit
+    closed      the step has all its rows: `num_rows`, `num_samples`, `num_tokens`; the entry's number is the step's commit; `data`:
+                its loss, and its demonstrations, where a script named one (then samples and tokens are theirs)
     done        the step is in a policy                 retrained   it is once more, after a restart from a checkpoint
     saved       a checkpoint of `version` and `commit_id` unsaved   the checkpoint could not be written, `reason`
     discarded   a saved checkpoint cannot be used any more; `reason`: its damage, or that it is gone

@@ -53,6 +53,7 @@ import numpy as np
 
 from orchestrator.ledger.events import Columns, count_death, number_or_null, values_of
 from orchestrator.ledger.rollouts import RUN_ENDED, Counts, InFlight, Rollouts, RolloutSummary, summary_of
+from orchestrator.ledger.step_losses import OWN_LOSS, StepLoss, StepLosses
 from orchestrator.ledger.store import PRUNING, Store, changing, writing
 from orchestrator.rules.curriculum import Rest
 from pipelinerl.messages import EarlyStopDecision, Prompt, Sample, ScoredTrajectory, TerminalStatus, Trajectory
@@ -75,6 +76,7 @@ class Ledger:
         self._sequence = itertools.count(1 + self.store.last_seq)
         with self.store.readable():
             self._rollouts = Rollouts(self.store)
+            self.losses = StepLosses(self.store)
             self._num_completed = int(self.read_state("num_completed", 0))
             self._num_assigned = int(self.read_state("num_assigned", 0))
             self._deaths: dict[str, dict[str, int]] = self.read_state("deaths", {})
@@ -204,9 +206,10 @@ class Ledger:
                 self.store.put(_RESCORED, _without_prompt(member), member.trajectory.rollout_id)
                 self.store.put(_IS_RESCORED[kind], 1, member.trajectory.rollout_id)
 
-    def intend(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Note which samples a script trains as a step, before any of them is assigned: a crash then leaves no half of a step."""
+    def intend(self, samples: Sequence[Sample], *, step: int, loss: StepLoss = OWN_LOSS) -> None:
+        """Note what a script trains as a step, and how, before any of it is assigned: a crash then leaves no half of a step."""
         with self.transaction():
+            self.losses.say(step, loss)
             self.set_advantages(samples)
             self._set_state("intended", [step, [sample.trajectory.rollout_id for sample in samples]])
 
@@ -271,7 +274,8 @@ class Ledger:
         closed.
         """
         with self.transaction():
-            sequence = self.record("closed", now_s=now_s, step=step, num_rows=num_rows, num_samples=num_samples, num_tokens=num_tokens)
+            counts = Columns(num_rows=num_rows, num_samples=num_samples, num_tokens=num_tokens)
+            sequence = self.record("closed", now_s=now_s, **counts | {"step": step, "data": self.losses.of(step).record})
             self.store.put(_CLOSED, step, num_rows, num_tokens, num_samples, sequence)
         return f"{self.store.ledger_id}:{sequence}"
 
@@ -282,6 +286,7 @@ class Ledger:
             self.record("saved", now_s=now_s, version=version, commit_id=commit)
             self.store.put(_CHECKPOINT, version, commit)
             self._set_state("oldest_version", oldest)
+            self.losses.forget(oldest)
             self._quarantined_rows = [key for key in self._quarantined_rows if int(key.partition("/")[0]) >= oldest]
             self._set_state("quarantined_rows", self._quarantined_rows)
             self.store.put(f"{PRUNING}checkpoints WHERE version < ?", oldest)

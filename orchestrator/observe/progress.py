@@ -120,7 +120,8 @@ class Progress:
         self.last_step = fields
         self._num_recomputed = 0
         self.num_trained_tokens += sum(sample.trajectory.num_trained_tokens for sample, _ in step.samples)
-        self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
+        if step.samples:
+            self.rewards.append(float(fields["reward_mean"]))  # pyright: ignore[reportArgumentType]
         self.journal.write("step", **fields)
         self._sample_log.trained(done.step, [sample for sample, _ in step.samples], now_s=now_s, members=step.members)
         self._tell(self._alarms.take_step(read(StepRow, fields)))
@@ -155,8 +156,7 @@ class Progress:
         return {
             "step": done.step,
             "version": done.step,
-            "reward_mean": float(np.average(rewards, weights=weights)),
-            "reward_std": float(rewards.std()),
+            **({"reward_mean": float(np.average(rewards, weights=weights)), "reward_std": float(rewards.std())} if trajectories else {}),
             **({"greedy_reward_mean": _mean(step.greedy_rewards)} if step.greedy_rewards else {}),
             "components": {name: float(np.mean(values)) for name, values in step.components.items()},
             "num_groups": step.num_groups,
@@ -164,9 +164,9 @@ class Progress:
             "num_tokens": sum(trajectory.num_tokens for trajectory in trajectories),
             "num_trained_tokens": int(lengths.sum()),
             **({"num_useful_tokens": sum(sample.num_useful_tokens for sample, _ in step.samples)} if self._has_advantages else {}),
-            "length_mean": float(lengths.mean()),
+            **({"length_mean": float(lengths.mean())} if trajectories else {}),
             **({"turns_mean": _mean(turns)} if turns else {}),
-            "truncated_fraction": _mean([trajectory.finish is Finish.LENGTH for trajectory in trajectories]),
+            **({"truncated_fraction": _mean([one.finish is Finish.LENGTH for one in trajectories])} if trajectories else {}),
             **({"repeated_fraction": repeated} if repeated is not None else {}),
             "zero_variance_fraction": step.num_flat_groups / max(1, step.num_groups),
             "staleness": {str(age): int(count) for age, count in enumerate(counts) if count},

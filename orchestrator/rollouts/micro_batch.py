@@ -12,7 +12,7 @@ from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, MicroBatch, Nodes, Sample, Trajectory
 
 
-def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teachers: Sequence[str] = ()) -> MicroBatch:
+def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teachers: Sequence[str] = (), loss: str = "") -> MicroBatch:
     """Lay samples end to end; without samples this is the zero-loss row. Raises `DataError` where a row names none of `teachers`."""
     trajectories = [sample.trajectory for sample in samples]
     prompts = [trajectory.prompt for trajectory in trajectories]
@@ -35,6 +35,7 @@ def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teache
         teacher_ids=np.array(named, np.int32) if teachers else None,
         routes=joined([trajectory.routes for trajectory in trajectories], lengths=[trajectory.num_tokens for trajectory in trajectories]),
         nodes=_nodes_of(trajectories),
+        loss=loss,
     )
 
 

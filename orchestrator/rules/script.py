@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -173,6 +173,18 @@ class ScriptBook:
         self.step += 1
         return decisions, given
 
+    def sft(self, num_rows: int) -> list[Decision]:
+        """Decide that the step that comes next is of so many demonstrations; return what becomes of groups that end with it.
+
+        Raises, and changes nothing, `NobodySends` after the last step, and `ScriptError` for no demonstration.
+        """
+        self._check_step_is_left(call="sft")
+        if not num_rows:
+            raise ScriptError("sft: no rows")
+        decisions = [*self.drops(), *(self._drop(group_id, *self._too_old) for group_id in self._forgotten(besides=()))]
+        self.step += 1
+        return decisions
+
     def drops(self) -> list[Decision]:
         """End the groups whose advantages were refused."""
         refused = [(group_id, group.refused) for group_id, group in self._open.items() if group.refused is not None and group.is_settled]
@@ -195,12 +207,15 @@ class ScriptBook:
     def _too_old(self) -> tuple[TerminalStatus, str]:
         return TerminalStatus.STALE, TOO_OLD.format(self._max_staleness)
 
-    def _check_rows(self, rows: Sequence[Sample]) -> dict[int, list[Sample]]:
-        """Return the rows by group, in order of appearance."""
+    def _check_step_is_left(self, *, call: str) -> None:
         if self.step >= self._num_steps:
             raise NobodySends(
-                f"train: all {self._num_steps} steps are trained (trainer.steps): nobody would train another. Raise trainer.steps"
+                f"{call}: all {self._num_steps} steps are trained (trainer.steps): nobody would train another. Raise trainer.steps"
             )
+
+    def _check_rows(self, rows: Sequence[Sample]) -> dict[int, list[Sample]]:
+        """Return the rows by group, in order of appearance."""
+        self._check_step_is_left(call="train")
         if not rows:
             raise ScriptError("train: no rows. Where a filter has dropped every group, sample more before training")
         offered: dict[int, list[Sample]] = {}
@@ -245,7 +260,7 @@ class ScriptBook:
         known = self._open[group_id].scores.get(trajectory.rollout_id)
         return known if known is not None else ScoredTrajectory(trajectory=trajectory, score=_score(trajectory, reward))
 
-    def _forgotten(self, *, besides: dict[int, list[Sample]]) -> list[int]:
+    def _forgotten(self, *, besides: Collection[int]) -> list[int]:
         """Return the groups of which no sibling could be trained any more."""
         bound = {"step": self.step, "max_staleness": self._max_staleness, "withhold": self._withhold}
         return [

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from orchestrator.peers.peers import Peers
-from pipelinerl.messages import PolicyPublished, SaveCheckpoint, TrainerReady, WeightBufferReleased
+from pipelinerl.messages import Command, PolicyPublished, TrainerReady, WeightBufferReleased
 from pipelinerl.runtime.stage import Channel
 
 
@@ -14,11 +14,12 @@ from pipelinerl.runtime.stage import Channel
 class HeldPolicies:
     """Holds the newest policy until the script publishes it, and gives its buffer back where the trainer goes on to the next before.
 
-    A trainer that starts again publishes what it trains again: up to the version that the script has published, that passes at once. A save
-    that the script wants is asked for when the policy of its version comes: then no replica has begun the step that follows.
+    A trainer that starts again publishes what it trains again: up to the version that the script has published, that passes at once. What
+    the script wants of the trainer between two steps is asked for when the policy of its version comes: then no replica has begun the step
+    that follows, and a trainer that starts again is asked again.
 
     takes     TrainerReady and PolicyPublished, from training
-    gives     the same, to weight sync; WeightBufferReleased and SaveCheckpoint, to the trainer
+    gives     the same, to weight sync; WeightBufferReleased and commands, to the trainer
     waits for a policy
     woken by  the trainer; the script
     fails     never
@@ -39,14 +40,16 @@ class HeldPolicies:
     """The newest version that the script has published, or wants to."""
     _passed_over: int = 0
     """The newest version that is not the newest any more."""
-    _save: int | None = None
-    """The version that the script wants saved."""
+    _wanted: tuple[int, Command] | None = None
+    """What the script wants of the trainer, and of which version."""
 
     async def run(self) -> None:
         async for news in self.policies:
             if isinstance(news, TrainerReady):
                 self._kept, self.newest = None, 0  # the buffers of the trainer before are gone
                 self.published.put_now(news)  # bounded: a trainer takes seconds to start
+                if not news.version:  # the model that the run began with is published by nobody
+                    self._ask()
             else:
                 self._take(news)
             self.on_moved()
@@ -65,10 +68,14 @@ class HeldPolicies:
             self.trainer.send("trainer-0", WeightBufferReleased(buffer=self._kept.buffer))
             self._kept = None
 
-    def save(self, version: int) -> None:
-        """Have the trainer save a version, which is its newest; nothing of the next step may be given meanwhile."""
-        self._save = version
-        self._ask_to_save()
+    def command(self, command: Command, *, version: int) -> None:
+        """Have the trainer do something with a version, which is its newest; nothing of the next step may be given meanwhile."""
+        self._wanted = (version, command)
+        self._ask()
+
+    def answered(self) -> None:
+        """Hear that the trainer has done what was wanted."""
+        self._wanted = None
 
     def _take(self, policy: PolicyPublished) -> None:
         self.newest = policy.version
@@ -77,9 +84,9 @@ class HeldPolicies:
         else:
             self._kept = policy
             self.pass_over(self._passed_over)
-        self._ask_to_save()
+        self._ask()
 
-    def _ask_to_save(self) -> None:
-        if self._save is not None and self._save == self.newest:
+    def _ask(self) -> None:
+        if self._wanted is not None and self._wanted[0] == self.newest:
             for replica in range(self.num_replicas):
-                self.trainer.send(f"trainer-{replica}", SaveCheckpoint(version=self._save))
+                self.trainer.send(f"trainer-{replica}", self._wanted[1])

@@ -8,27 +8,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.snapshot import IntendedStep, Snapshot
-from orchestrator.recovery.checkpoints import Checkpoints
-from orchestrator.rules.admission import Admission
-from orchestrator.rules.script import Decision, ScriptBook, ScriptCut, finish
-from orchestrator.stages.batching import Batching
-from orchestrator.stages.held_policies import HeldPolicies
+from orchestrator.rules.script import ScriptBook
 from orchestrator.stages.prompts import Drawn
+from orchestrator.stages.script_steps import ScriptSteps
+from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
 from pipelinerl.errors import NobodySends, RolloutsUnread
-from pipelinerl.messages import Prompt, Sample, ScoredTrajectory, StepDone, TerminalStatus, Trajectory
-from pipelinerl.runtime.stage import Channel, Signal, Stage
-from pipelinerl.runtime.watch import Watch
+from pipelinerl.messages import Prompt, ScoredTrajectory, Trajectory
+from pipelinerl.runtime.stage import Channel
 
 _T = TypeVar("_T")
-SCRIPT_GONE = "the script that asked for it is gone"
-"""The reason given for a rollout that an earlier process of the run has asked for and not trained."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -51,28 +43,15 @@ class Script:
     generated: Channel[Trajectory]
     to_score: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
-    held: HeldPolicies
     book: ScriptBook
-    cut: ScriptCut
-    admission: Admission
-    ledger: Ledger
-    watch: Watch
+    steps: ScriptSteps
+    waits: ScriptWaits
     queue_bytes: int
     num_siblings: int
     """Rollouts of each group, without a greedy one, where the script does not say how many."""
     adds_greedy: bool
-    past: Snapshot
-    """Where the run stood when this process began."""
-    intended: IntendedStep | None
-    """The step that the script before has decided upon, where it was not closed."""
     position: Callable[[], tuple[int, int]]
     """The callback returns the position of the prompt source."""
-    left: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set when the script has trained every step and needs nobody any more."""
-    changed: Signal = dataclasses.field(default_factory=Signal)
-    """Set whenever something may be there that a call waits for."""
-    _done: dict[int, StepDone] = dataclasses.field(default_factory=dict)
-    """What the trainer said of steps, until the script hears of it."""
     _asked: list[Drawn] = dataclasses.field(default_factory=list)
     """Prompts that wait for room towards generation, in order."""
     _sampling: dict[int, Intake[Trajectory]] = dataclasses.field(default_factory=dict)
@@ -83,40 +62,19 @@ class Script:
     """Those of the streams that are not over."""
     _rollouts: Room = dataclasses.field(init=False)
     _scores: Room = dataclasses.field(init=False)
-    _batching: Batching | None = None
-    _choosing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while the groups of a step are given, so that steps leave one after the other."""
-    _num_waiting: int = 0
-    """Calls of the script that wait for something."""
     _num_calls: int = 0
-    _failure: BaseException | None = None
-    """Why the run is over."""
-    _tasks: asyncio.TaskGroup | None = None
-    _feeders: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
-    """Tasks that have rollouts scored as they are sampled."""
 
     def __post_init__(self) -> None:
         self._rollouts = Room(what="rollouts that were sampled", bound_bytes=self.queue_bytes)
         self._scores = Room(what="rollouts that were scored", bound_bytes=self.queue_bytes)
-        self.watch.is_idle = lambda: not self._num_waiting
-        self.admission.next_step = self.book.step
-        self.held.on_moved = self.changed.set
-
-    def join(self, stages: Iterable[Stage]) -> None:
-        """Take the stage that carries decisions out."""
-        self._batching = next(stage for stage in stages if isinstance(stage, Batching))
+        self.waits.check_streams = self._check_streams
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as self._tasks:
-            self._tasks.create_task(self._go_on(self._forsake()))
-            self._tasks.create_task(self._ask())
-            self._tasks.create_task(self._hear_rollouts())
-            self._tasks.create_task(self._hear_scores())
-
-    @property
-    def num_intended_groups(self) -> int:
-        """Groups of the interrupted step that are not assigned to it yet."""
-        return 0 if self.intended is None else len({sample.trajectory.group_id for sample in self.intended.samples})
+        async with asyncio.TaskGroup() as self.waits.tasks:
+            self.waits.tasks.create_task(self.steps.go_on(self.steps.forsake()))
+            self.waits.tasks.create_task(self._ask())
+            self.waits.tasks.create_task(self._hear_rollouts())
+            self.waits.tasks.create_task(self._hear_scores())
 
     # --- what the script calls ---
 
@@ -131,7 +89,7 @@ class Script:
         intake.num_left, intake.num_unadmitted = len(prompts) * size, len(prompts)
         position, then = self.position(), functools.partial(self._admitted, intake, size)
         self._asked += [Drawn(prompt=prompt, position=position, num_siblings=num_siblings, then=then) for prompt in prompts]
-        self.changed.set()
+        self.waits.changed.set()
         return Stream(intake, take=self._take, abandon=self._abandon)
 
     def score(self, rollouts: Iterable[Trajectory] | AsyncIterable[Trajectory]) -> Stream[ScoredTrajectory]:
@@ -148,55 +106,17 @@ class Script:
             for rollout in known:
                 self._begin_scoring(rollout, intake)
             feeding = self._send(known)
-        assert self._tasks is not None, "calls come once the stages run"
-        feeder = self._tasks.create_task(feeding)
-        self._feeders.add(feeder)
-        feeder.add_done_callback(self._feeders.discard)
+        assert self.waits.tasks is not None, "calls come once the stages run"
+        feeder = self.waits.tasks.create_task(feeding)
+        self.waits.feeders.add(feeder)
+        feeder.add_done_callback(self.waits.feeders.discard)
         return Stream(intake, take=self._take, abandon=self._abandon)
-
-    async def train(self, rows: Sequence[Sample]) -> StepDone:
-        """Have rows trained as the next step; return what the trainer says of it. Raises as `ScriptBook.train`."""
-        self.check()
-        step = self.book.step
-        decisions, given = self.book.train(rows)
-        for scored in given:
-            self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
-        self.admission.next_step = self.book.step
-        self.changed.set()  # who waits for what is too old now hears of it
-        await self.beside(self._choose(decisions, closes=step), f"batching to close step {step}")
-        return await self.wait_for(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
-
-    async def drop_refused(self) -> None:
-        """End the groups whose advantages were refused, and wait until that is booked."""
-        await self.beside(self._choose(self.book.drops()), "batching to book what was dropped")
-
-    async def beside(self, work: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Wait for work of the run's own. Raises what has ended the run."""
-        assert self._tasks is not None, "calls come once the stages run"
-        task = self._tasks.create_task(work)
-        task.add_done_callback(lambda _: self.changed.set())
-        # Work that was cancelled says that the run is over, and why is told in a moment.
-        return (await self.wait_for(lambda: task if task.done() and not task.cancelled() else None, what)).result()
-
-    async def wait_for(self, look: Callable[[], _T | None], what: str) -> _T:
-        """Wait until `look` gives something. Raises what has ended the run."""
-        with self._waiting(what):
-            while (found := look()) is None:
-                self.check()
-                await self.changed.wait()
-        return found
-
-    async def publish(self, version: int) -> None:
-        """Bring policies up to this version to engines, and wait until the trainer has written it."""
-        self.book.published = version
-        self.held.publish(version)
-        self.changed.set()
-        await self.wait_for(lambda: True if self.held.newest >= version else None, f"the trainer to write policy {version}")
 
     def check(self) -> None:
         """Raise what has ended the run; `RolloutsUnread` where a stream was let go of before its end."""
-        if self._failure is not None:
-            raise self._failure
+        self.waits.check()
+
+    def _check_streams(self) -> None:
         if abandoned := [intake for intake in self._intakes if intake.is_abandoned]:
             self._intakes = [intake for intake in self._intakes if not intake.is_abandoned]
             raise RolloutsUnread(f"{_words(abandoned)}: the stream was let go of before its end. Read it to the end, or ask for less")
@@ -206,11 +126,6 @@ class Script:
         self.check()
         if unread := [intake for intake in self._intakes if not intake.is_over]:
             raise RolloutsUnread(f"{_words(unread)}: the script ends, and nobody can read it any more. Read every stream to its end")
-
-    def fail(self, error: BaseException) -> None:
-        """End every wait of the script with this error."""
-        self._failure = self._failure or error
-        self.changed.set()
 
     # --- streams ---
 
@@ -223,7 +138,7 @@ class Script:
     async def _take(self, intake: Intake[_T]) -> _T | None:
         """Wait for the next result of a stream; None at its end."""
         intake.reader = asyncio.current_task()
-        with self._waiting(intake.what):
+        with self.waits.waiting(intake.what):
             while not intake.ready:
                 if intake.failure is not None:
                     raise intake.failure
@@ -231,11 +146,11 @@ class Script:
                     return None
                 self.check()
                 self._check_somebody_sends(intake)
-                await self.changed.wait()
+                await self.waits.changed.wait()
         result = intake.take()
         if isinstance(result, Trajectory):
             self.book.read(result)
-        self.changed.set()  # there is room
+        self.waits.changed.set()  # there is room
         return result
 
     def _check_somebody_sends(self, intake: Intake[Any]) -> None:
@@ -256,24 +171,13 @@ class Script:
     def _abandon(self, intake: Intake[Any]) -> None:
         intake.abandon()
 
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Mark a wait of the script; a task of this stage waits on nobody's behalf."""
-        is_script = asyncio.current_task() not in self._feeders
-        self._num_waiting += is_script
-        try:
-            with self.watch.waiting(self.name, what):
-                yield
-        finally:
-            self._num_waiting -= is_script
-
     # --- rollouts ---
 
     async def _ask(self) -> None:
         while True:
             while self._asked:
                 await self.prompts.put(self._asked.pop(0))
-            await self.changed.wait()
+            await self.waits.changed.wait()
 
     def _admitted(self, intake: Intake[Trajectory], num_siblings: int, group_id: int | None) -> None:
         """Hear which group a prompt became; None: it is quarantined, and nothing comes of it."""
@@ -283,7 +187,7 @@ class Script:
         else:
             self._sampling[group_id] = intake
             self.book.admitted(group_id, num_siblings=num_siblings)
-        self.changed.set()
+        self.waits.changed.set()
 
     async def _hear_rollouts(self) -> None:
         arrived: dict[int, int] = {}
@@ -295,7 +199,7 @@ class Script:
             arrived[group_id] = arrived.get(group_id, 0) + 1
             if arrived[group_id] == self.book.num_siblings(group_id):
                 del arrived[group_id], self._sampling[group_id]
-            self.changed.set()
+            self.waits.changed.set()
 
     def _begin_scoring(self, rollout: Trajectory, intake: Intake[ScoredTrajectory]) -> None:
         self.book.begin_scoring(rollout)
@@ -314,78 +218,20 @@ class Script:
         except Exception as error:  # the script's own iterator, or a misuse: the call that reads the scores raises it
             intake.failure = error
         intake.is_whole = True
-        self.changed.set()
+        self.waits.changed.set()
 
     async def _hear_scores(self) -> None:
         async for scored in self.scored:
             await self._wait_for_room(self._scores)
             self.book.scored(scored)
             self._scoring.pop(scored.trajectory.rollout_id).put(scored)
-            self.changed.set()
+            self.waits.changed.set()
 
     async def _wait_for_room(self, room: Room) -> None:
         if room.is_full:
-            self.changed.set()  # who waits for something else looks whether it is the one to read
+            self.waits.changed.set()  # who waits for something else looks whether it is the one to read
         while room.is_full:
-            await self.changed.wait()
-
-    # --- steps ---
-
-    def hear_done(self, done: StepDone) -> None:
-        """Hear that a step is done; the policy before it can be published no more."""
-        self.held.pass_over(done.step)
-        self._done[done.step] = done
-        self.changed.set()
-
-    async def _choose(self, decisions: Sequence[Decision], *, closes: int | None = None) -> None:
-        """Have batching carry out what was decided, and close the step `closes`; one step after the other."""
-        async with self._choosing:
-            await self._carry_out(decisions, closes=closes)
-
-    async def _carry_out(self, decisions: Sequence[Decision], *, closes: int | None) -> None:
-        assert self._batching is not None, "the stages were joined"
-        if closes is not None:
-            self.ledger.intend([sample for decision in decisions for sample in decision.samples], step=closes)
-        for decision in decisions:
-            self.cut.decide(decision)
-            await self._batching.decide(decision.group)
-        if closes is not None:
-            await self._batching.close_step(closes, *self.cut.close())
-
-    async def save(self, version: int, *, checkpoints: Checkpoints) -> None:
-        """Have a version saved, unless it is; the step that follows waits for it."""
-        async with self._choosing:
-            if checkpoints.newest < version:
-                self.held.save(version)
-            await self.beside(checkpoints.wait_for(version), f"the trainer to save version {version}")
-
-    # --- a script that goes on ---
-
-    async def _go_on(self, decisions: Sequence[Decision]) -> None:
-        """Finish the step in which the script before was interrupted."""
-        assert self._batching is not None, "the stages were joined"
-        async with self._choosing:
-            if (open_step := self.past.steps.get(self.past.open_step)) is not None:
-                await self._batching.restore(open_step)
-            if self.intended is not None:
-                await self._carry_out(decisions, closes=self.intended.step)
-
-    def _forsake(self) -> list[Decision]:
-        """Cancel what the script before has asked for and not trained; return what it had decided about the step that it was interrupted
-        in.
-        """
-        decisions = finish(self.intended.samples, self.past.scored) if self.intended is not None else []
-        kept = {decision.group.group_id for decision in decisions}
-        scored = {one.trajectory.rollout_id for one in self.past.scored}
-        now_s = asyncio.get_running_loop().time()
-        with self.ledger.transaction():
-            for name, rollout in self.ledger.rollouts_in_flight().items():
-                is_left = rollout.group_id in self.past.running_groups and (rollout.group_id not in kept or name not in scored)
-                if is_left:
-                    self.ledger.end(name, TerminalStatus.CANCELLED, now_s=now_s, reason=SCRIPT_GONE)
-            for group_id in sorted(self.past.running_groups - kept):
-                self.ledger.drop(group_id, step=self.book.step)
-        return decisions
+            await self.waits.changed.wait()
 
 
 def _words(intakes: Sequence[Intake[Any]]) -> str:

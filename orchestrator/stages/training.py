@@ -152,24 +152,25 @@ class Training:
                     self.watch.moved()
 
     def _answer(self, pull: TakeMicroBatch) -> MicroBatch | StepClosed | None:
-        step = self.steps.open.get(pull.step)
-        if step is None or (self.holds_batches and step.end is None):
+        if (step := self.steps.open.get(pull.step)) is None or (self.holds_batches and step.end is None):
             return None
         number = pull.index * self.num_replicas + pull.replica
+        loss = self.ledger.losses.of(pull.step)
         if number < len(step.rows):
             samples = () if number in step.quarantined else step.rows[number].samples
-            return micro_batch_of(samples, step=pull.step, index=pull.index, teachers=self.teachers)
+            return micro_batch_of(samples, step=pull.step, index=pull.index, teachers=self.teachers, loss=loss.name)
         if step.end is None:
             return None
-        num_micro_batches = -(-len(step.rows) // self.num_replicas)
-        if pull.index < num_micro_batches:
-            return micro_batch_of((), step=pull.step, index=pull.index, teachers=self.teachers)
+        if pull.index < (num_micro_batches := -(-len(step.rows) // self.num_replicas)):
+            return micro_batch_of((), step=pull.step, index=pull.index, teachers=self.teachers, loss=loss.name)
         return StepClosed(
             step=pull.step,
             num_micro_batches=num_micro_batches,
             num_tokens=step.end.num_tokens,
             num_samples=step.end.num_samples,
             commit=step.end.commit,
+            loss=loss.name,
+            demonstrations=loss.demonstrations,
         )
 
     def _on_done(self, done: StepDone) -> None:

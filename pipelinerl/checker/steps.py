@@ -53,6 +53,9 @@ class RunInvariants:
         step.closed_at = entry.seq
         said = (entry.num_rows, entry.num_samples, entry.num_tokens)
         found = (len(step.rows), step.num_packed + step.num_stopped, step.num_tokens)
+        if num_demonstrations := json.loads(entry.data or "{}").get("num_demonstrations"):
+            self._require(found == (0, 0, 0), f"closes a step of demonstrations with (rows, samples, tokens) {found} of rollouts")
+            found = (0, num_demonstrations, entry.num_tokens)  # their tokens are in no history
         self._require(said == found, f"closes (rows, samples, tokens) {said}, packed were {found}")
         self._require(step.num_packed == len(step.assigned), f"closes {step.num_packed} packed samples of {len(step.assigned)} assigned")
         expected = self._run.settings["groups_per_step"]  # None where a script says what a step is made of

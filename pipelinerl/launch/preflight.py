@@ -53,18 +53,27 @@ _NO_TARGET = re.compile(r"embed|\.experts\.[0-9]").search
 _REWARD_KEYS = {"model": "model", "dtype": "dtype", "max_model_len": "max_tokens"}
 
 
-def check(config: Config, *, runs_here: bool = True, is_dry: bool = False) -> list[Finding]:
+def check(config: Config, *, runs_here: bool = True, is_dry: bool = False, in_script: bool = False) -> list[Finding]:
     """Look at everything; whatever is wrong is in the findings, all at once.
 
     `runs_here`: this machine will run the processes, so its packages, memory and disks are looked at. `is_dry`: nothing will start, so a
-    machine without torch and vLLM may check for another.
+    machine without torch and vLLM may check for another. `in_script`: what a script calls may read what the method does not.
     """
     has_model = (config.model.path / "config.json").is_file()
     layout = _raised_by(lambda: check_layout(config.trainer.layout, config.model.path)) if has_model else ()
     backend = _raised_by(lambda: _backend(config, has_model=has_model, runs_here=runs_here))
     servable = _raised_by(lambda: check_servable(config.model.path) if config.engine.kind == "vllm" else None)
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
-    looks = [_model(config), servable, _folders(config), layout, backend, _settings(config), _engine_options(config), trackers]
+    looks = [
+        _model(config),
+        servable,
+        _folders(config),
+        layout,
+        backend,
+        _settings(config, in_script=in_script),
+        _engine_options(config),
+        trackers,
+    ]
     looks += [_raised_by(lambda: _gateway_packages(config)), _raised_by(lambda: _store(config, is_dry=is_dry or not runs_here))]
     if runs_here:
         looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
@@ -204,10 +213,10 @@ def _model_folder(key: str, folder: Path, *patterns: str) -> Iterator[Finding]:
         yield fail(key, f"{folder} lacks {missing}", do="a Hugging Face model folder with safetensors weights is expected")
 
 
-def _settings(config: Config) -> Iterator[Finding]:
+def _settings(config: Config, *, in_script: bool) -> Iterator[Finding]:
     """Settings that would do nothing in this run."""
     method = method_of(config)
-    yield from (fail("", problem) for problem in refused(config, method=method))
+    yield from (fail("", problem) for problem in refused(config, method=method, in_script=in_script))
     yield from (note("", sentence) for sentence in (*unused_keys(config, method=method), *unused_parts(method, run=facts_of(config))))
 
 

@@ -14,9 +14,10 @@ from pipelinerl.config import Config, Section
 from pipelinerl.config.validation import no_quantised_engine
 
 
-def refused(config: Config, *, method: Method) -> Iterator[str]:
+def refused(config: Config, *, method: Method, in_script: bool = False) -> Iterator[str]:
     """Models that are named and that this method would not load, and engines that could take no policy."""
-    for key, folder in config.reference.folders.items() if not method.needs & REFERENCE_OFFERS else ():
+    is_read = in_script or method.needs & REFERENCE_OFFERS  # a script asks for its log-probabilities, or for a loss that reads them
+    for key, folder in config.reference.folders.items() if not is_read else ():
         yield (
             f"{key} is {folder}, and algorithm {method.name} reads no reference or teacher: nothing would change."
             ' Leave it out, or give the method a KL: algorithm.overrides = { kl = "k3" }'

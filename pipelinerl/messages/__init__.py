@@ -112,11 +112,16 @@ from pipelinerl.messages.serving import TrainingAnswer as TrainingAnswer
 from pipelinerl.messages.serving import TrainingRequest as TrainingRequest
 from pipelinerl.messages.trainer import CheckpointFailed as CheckpointFailed
 from pipelinerl.messages.trainer import CheckpointSaved as CheckpointSaved
+from pipelinerl.messages.trainer import Command as Command
+from pipelinerl.messages.trainer import ComputeLogprobs as ComputeLogprobs
 from pipelinerl.messages.trainer import Damage as Damage
+from pipelinerl.messages.trainer import Demonstration as Demonstration
 from pipelinerl.messages.trainer import EndTraining as EndTraining
 from pipelinerl.messages.trainer import EngineMismatch as EngineMismatch
 from pipelinerl.messages.trainer import FromTrainer as FromTrainer
 from pipelinerl.messages.trainer import LayoutFixed as LayoutFixed
+from pipelinerl.messages.trainer import LogprobModel as LogprobModel
+from pipelinerl.messages.trainer import LogprobsComputed as LogprobsComputed
 from pipelinerl.messages.trainer import MicroBatch as MicroBatch
 from pipelinerl.messages.trainer import PolicyHeld as PolicyHeld
 from pipelinerl.messages.trainer import PolicyPublished as PolicyPublished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
@@ -101,6 +102,8 @@ class MicroBatch(Message, frozen=True):
     """[R] rows; None where no token's experts are known."""
     nodes: Nodes | None = None
     """Nodes of all samples in order, a whole one as one node; None where no sample branches."""
+    loss: Id = ""
+    """The method whose loss the step has; empty for the run's own."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -128,6 +131,29 @@ class MicroBatch(Message, frozen=True):
                 raise ValueError(f"{name}: a column of {len(column)} entries for {len(self.lengths)} samples; expected one for each")
 
 
+class Demonstration(Message, frozen=True):
+    """A prompt and what should follow it, for supervised fine-tuning."""
+
+    token_ids: Int32
+    """[L] int32, of prompt, completion and the token that ends it."""
+    num_prompt: int
+    """Tokens of the prompt, which have no loss."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_prompt < len(self.token_ids):
+            raise ValueError(f"Demonstration: {self.num_prompt} of {len(self.token_ids)} tokens are the prompt's, expected some of each")
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens with a loss: the completion's, and the one that ends it."""
+        return self.num_tokens - self.num_prompt
+
+
 class StepClosed(Message, frozen=True):
     """A step is complete: this says how many micro-batches it has and by which counts its sums are divided."""
 
@@ -140,6 +166,10 @@ class StepClosed(Message, frozen=True):
     """Number of samples over all replicas, plus rollouts that were stopped early: as many as were started and have not failed."""
     commit: Id = ""
     """The ledger's commit that holds every row of this step and of the steps before; a checkpoint of the next version names it."""
+    loss: Id = ""
+    """As in `MicroBatch`."""
+    demonstrations: Annotated[tuple[Demonstration, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    """Those that a supervised step is made of, which has no micro-batch: every replica trains its share. Empty for any other step."""
 
 
 class EngineMismatch(Message, frozen=True):
@@ -198,6 +228,32 @@ class SaveCheckpoint(Message, frozen=True):
     version: int
 
 
+class LogprobModel(enum.StrEnum):
+    """A model of the trainer that says how likely tokens are."""
+
+    POLICY = "policy"
+    """The newest policy, whether or not it is published."""
+    REFERENCE = "reference"
+    """The frozen model of `reference.path`, or each row's own of `reference.teachers`."""
+
+
+class ComputeLogprobs(Message, frozen=True):
+    """Ask the trainer how likely rows are to a model, before it goes on from the version that it has."""
+
+    request_id: int
+    model: LogprobModel
+    rows: Annotated[tuple[MicroBatch, ...], msgspec.Meta(max_length=1 << 16)]
+    """One for each replica, in order; fewer where the last replicas have none."""
+
+
+class LogprobsComputed(Message, frozen=True):
+    """The answer to `ComputeLogprobs`."""
+
+    request_id: int
+    logprobs: Float32
+    """[K] float32, natural log at the temperature of `rollout.temperature`, of every token with a loss, row after row."""
+
+
 class CheckpointSaved(Message, frozen=True):
     """A checkpoint of `version` is complete on disk; a trainer that starts again starts from it."""
 
@@ -233,6 +289,17 @@ class TrainingEnded(Message, frozen=True):
 
 
 FromTrainer = (
-    TrainerReady | TakeMicroBatch | StepDone | PolicyPublished | CheckpointSaved | CheckpointFailed | TrainingEnded | Alive | Failed
+    TrainerReady
+    | TakeMicroBatch
+    | StepDone
+    | PolicyPublished
+    | LogprobsComputed
+    | CheckpointSaved
+    | CheckpointFailed
+    | TrainingEnded
+    | Alive
+    | Failed
 )
-ToTrainer = LayoutFixed | MicroBatch | StepClosed | SaveCheckpoint | WeightBufferReleased | PolicyHeld | EndTraining | Stop
+Command = SaveCheckpoint | ComputeLogprobs
+"""What the trainer does between two steps."""
+ToTrainer = LayoutFixed | MicroBatch | StepClosed | Command | WeightBufferReleased | PolicyHeld | EndTraining | Stop

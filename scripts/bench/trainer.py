@@ -63,6 +63,7 @@ from trainer.parallel.replicas import Replicas
 from trainer.rows.packed_row import PackedRow
 from trainer.step import Step
 from trainer.step_timer import StepTimer
+from trainer.steps import Steps
 from trainer.weights.async_publisher import AsyncPublisher
 
 FOLDER = Path("runs/bench-trainer")
@@ -144,6 +145,12 @@ def _plain_s(work: Work) -> float:
     return time.perf_counter() - start
 
 
+def _only(step: Step) -> Steps:
+    """The steps of a run that has one loss."""
+    lacks: dict[str, Any] = {"critic_of": lambda method: None, "reference": lambda: None}
+    return Steps(step, method_of=lambda name: resolve(name, group_size=1), max_tokens=1, **lacks)
+
+
 def _run_s(work: Work, run_folder: Path, waits: list[float]) -> float:
     """Seconds the training loop takes for the work, from its first row on; the part of them that it waited is added to `waits`."""
     step, _ = _make_step()
@@ -172,7 +179,7 @@ def _run_s(work: Work, run_folder: Path, waits: list[float]) -> float:
         start = time.perf_counter()
         loop = Loop(
             loader=loader,
-            step=step,
+            steps=_only(step),
             async_publisher=async_publisher,
             send=seen.append,
             timer=timer,

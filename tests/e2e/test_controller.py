@@ -22,6 +22,16 @@ from pipelinerl import Controller
 def kill(run, peer):
     os.kill(int((run.folder / "processes" / peer).read_text().split()[1]), signal.SIGKILL)
 
+async def compare(run, rollouts):
+    # What the trainer says of rollouts of this very policy is what the engine said; the reference is the model that the run began with.
+    for model in ("policy", "reference"):
+        for one, found in zip(rollouts, await run.logprobs(rollouts, model=model)):
+            is_of_policy = one.loss_mask & (one.versions == run.step)
+            if model == "policy" or not run.step:
+                assert abs(found - one.logprobs)[is_of_policy].max(initial=0.0) < 1e-3, (model, found, one)
+            else:
+                assert abs(found - one.logprobs)[one.loss_mask].max() > 1e-3, "the policy has moved away"
+
 async def main():
     async with Controller(*sys.argv[1:], resume=True) as run:
         told = {"folder": str(run.folder), "first": run.step, "evaluated": await run.evaluate(), "texts": []}
@@ -35,11 +45,17 @@ async def main():
                 os.kill(os.getpid(), signal.SIGKILL)
             scored = await ahead
             told["texts"] += [run.text(one.trajectory) for one in scored[:2]]
-            done = await run.train(run.advantages(scored))
+            rows = run.advantages(scored)
+            if run.step == told["first"]:
+                await compare(run, [row.trajectory for row in rows])
+            done = await run.train(rows, loss="gspo" if run.step == 1 else None)
             assert done.metrics["num_trained_tokens"] > 0
             assert await run.publish() == run.step
             if run.step == 2:
                 assert (await run.save() / "manifest.json").is_file()
+        done = await run.sft([{"prompt": "12=", "answer": "21"}, {"prompt": "345=", "answer": "543"}])
+        assert done.metrics["sft_tokens"] == 7  # each with the token that ends it
+        assert await run.publish() == 5
         told["after"] = await run.evaluate()
         told["trained"], told["admitted"] = run.rollouts.trained, run.rollouts.admitted
     Path(sys.argv[2].partition("=")[2], "told.json").write_text(json.dumps(told))
@@ -52,7 +68,8 @@ def test_a_script_outlives_the_kill_of_each_of_its_processes_and_goes_on_after_i
     subprocess.run([sys.executable, ROOT / "examples" / "make_model.py", tmp_path / "model"], check=True, capture_output=True, cwd=ROOT)
     small = ("trainer.steps=5", "rollout.group_size=4", "engine.max_running=16", "checkpoint.every=3", "evaluation.limit=4")
     held_out = f"evaluation.source={ROOT / 'examples' / 'custom_reward.py'}:prompts"
-    arguments = [ROOT / "examples" / "custom_reward.toml", f"run.folder={tmp_path}", f"model.path={tmp_path / 'model'}", held_out, *small]
+    settings = [f"run.folder={tmp_path}", f"model.path={tmp_path / 'model'}", f"reference.path={tmp_path / 'model'}", held_out, *small]
+    arguments = [ROOT / "examples" / "custom_reward.toml", *settings, "sft.completion_column=answer"]
     command = [sys.executable, "-W", "error", "-c", SCRIPT, *map(str, arguments)]
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
@@ -67,9 +84,9 @@ def test_a_script_outlives_the_kill_of_each_of_its_processes_and_goes_on_after_i
     assert all(isinstance(text, str) and text for text in told["texts"])
     assert (folder / "model" / "config.json").is_file()
     lines = read_journals(folder)
-    assert [line["version"] for line in lines if line["kind"] == "swap"][-1] == 4
-    assert [line["version"] for line in lines if line["kind"] == "evaluation"] == [0, 3, 4]
-    assert {2, 3, 4} <= {line["version"] for line in lines if line["kind"] == "checkpoint"}, "asked for, due, and at the end"
+    assert [line["version"] for line in lines if line["kind"] == "swap"][-1] == 5
+    assert [line["version"] for line in lines if line["kind"] == "evaluation"] == [0, 3, 5]
+    assert {2, 3, 5} <= {line["version"] for line in lines if line["kind"] == "checkpoint"}, "asked for, due, and at the end"
     killed_names = (folder / "logs" / "launcher.log").read_text()
     assert killed_names.count("starting it again") >= 2, killed_names
     checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", folder], capture_output=True, text=True, check=False)

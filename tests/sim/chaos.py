@@ -31,6 +31,8 @@ from pipelinerl.checker.state import RunState
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     CheckpointSaved,
+    ComputeLogprobs,
+    Demonstration,
     FromEngine,
     FromGateway,
     FromScorer,
@@ -57,7 +59,7 @@ from pipelinerl.transport.base import Introduction
 from tests.sim import agents, peers
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS, MemoryHub, MemoryLink, NetworkFaults
-from tests.sim.run import Prompts, mean_baseline, prompt_of
+from tests.sim.run import Prompts, demonstration, mean_baseline, prompt_of
 from trainer.session import TrainerSession
 
 KEPT = 2
@@ -97,6 +99,8 @@ class Disk:
     """Version, commit and rows of the steps of each checkpoint that is kept, oldest first."""
     seen: dict[int, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     """Rows of every step that any trainer was ever given: what a replay must repeat."""
+    supervised: dict[int, tuple[Demonstration, ...]] = dataclasses.field(default_factory=dict)
+    """Demonstrations of every step that was closed, likewise."""
     changed: list[str] = dataclasses.field(default_factory=list)
     """Replays that did not repeat."""
     in_progress: str = ""
@@ -254,7 +258,7 @@ class _Chaos:
             await asyncio.gather(main, return_exceptions=True)
 
     async def _scripted(self, run: Run, script: Callable[[ScriptedRun], Coroutine[Any, Any, None]]) -> RunResult:
-        scripted = ScriptedRun(run, config=self.settings, folder=self.folder, prompt_of=prompt_of, decode=str)
+        scripted = ScriptedRun(run, config=self.settings, folder=self.folder, prompt_of=prompt_of, decode=str, demonstration=demonstration)
         async with driven(run, scripted, launcher=None):
             await script(scripted)
         assert run.result is not None
@@ -395,7 +399,14 @@ class _Chaos:
             answer = await peers._next(link, free)
             if isinstance(answer, Stop):
                 return rows, None
+            if isinstance(answer, ComputeLogprobs):
+                link.send(peers.logprobs_of(answer, version=step))
+                continue
             if isinstance(answer, StepClosed):
+                before = self.disk.supervised.setdefault(step, answer.demonstrations)
+                if [one.token_ids.tolist() for one in before] != [one.token_ids.tolist() for one in answer.demonstrations]:
+                    self.disk.changed.append(f"step {step} had other demonstrations before")
+                self.disk.record.losses[step].add(answer.loss)
                 return rows, answer
             assert isinstance(answer, MicroBatch)
             self.disk.in_progress = f"{step}/{len(rows)}" if answer.rollout_ids else ""

@@ -26,6 +26,8 @@ from pipelinerl.messages import (
     Cancel,
     CancelRequest,
     CheckpointSaved,
+    Command,
+    ComputeLogprobs,
     EndEpisode,
     EndTraining,
     EngineMismatch,
@@ -33,6 +35,8 @@ from pipelinerl.messages import (
     FunctionKind,
     FunctionLoad,
     LayoutFixed,
+    LogprobModel,
+    LogprobsComputed,
     Message,
     MicroBatch,
     Observation,
@@ -409,6 +413,8 @@ class TrainerRecord:
     sealed: dict[int, StepClosed] = dataclasses.field(default_factory=dict)
     samples: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Samples, by step."""
+    losses: dict[int, set[str]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
+    """What rows say of the loss of their step."""
     micro_batches: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     """Rows, by step."""
     longest_row: int = 0
@@ -453,8 +459,11 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
         index = 0
         while True:
             link.send(TakeMicroBatch(replica=0, step=step, index=index))
-            while isinstance(answer := await _next(link, free), SaveCheckpoint):
-                link.send(CheckpointSaved(version=step, commit=record.sealed[step - 1].commit, num_bytes=0, save_s=0.0))
+            while isinstance(answer := await _next(link, free), Command):
+                if isinstance(answer, ComputeLogprobs):
+                    link.send(logprobs_of(answer, version=step))
+                else:
+                    link.send(CheckpointSaved(version=step, commit=record.sealed[step - 1].commit, num_bytes=0, save_s=0.0))
             if isinstance(answer, EndTraining):
                 return await _end(link, free, version=step, record=record)
             if isinstance(answer, Stop):
@@ -462,6 +471,7 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
                 return
             if isinstance(answer, StepClosed):
                 record.sealed[step] = answer
+                note_demonstrations(answer, record)
                 break
             assert isinstance(answer, MicroBatch)
             note(answer, record)
@@ -497,6 +507,13 @@ async def _end(link: MemoryLink, free: list[str], *, version: int, record: Train
     record.stopped_for = stop.reason
 
 
+def logprobs_of(asked: ComputeLogprobs, *, version: int) -> LogprobsComputed:
+    """A token is less likely to each later policy, and the reference is version 0."""
+    age = version if asked.model is LogprobModel.POLICY else 0
+    found = [-(row.token_ids[row.loss_mask] + 1.0 + 1000.0 * age) for row in asked.rows]
+    return LogprobsComputed(request_id=asked.request_id, logprobs=np.concatenate(found).astype(np.float32))
+
+
 class Waits(Protocol):
     """Of a link, what a trainer waits by."""
 
@@ -504,7 +521,10 @@ class Waits(Protocol):
 
 
 async def _next(
-    link: Waits, free: list[str], *, wanted: type | tuple[type, ...] = (MicroBatch, StepClosed, SaveCheckpoint, EndTraining, Stop)
+    link: Waits,
+    free: list[str],
+    *,
+    wanted: type | tuple[type, ...] = (MicroBatch, StepClosed, SaveCheckpoint, ComputeLogprobs, EndTraining, Stop),
 ) -> Any:
     while True:
         message = await link.wait()
@@ -515,9 +535,17 @@ async def _next(
             return message
 
 
+def note_demonstrations(sealed: StepClosed, record: TrainerRecord) -> None:
+    """Write down what a step of demonstrations holds."""
+    record.tokens[sealed.step] += sum(one.num_trained for one in sealed.demonstrations)
+    record.samples[sealed.step] += len(sealed.demonstrations)
+    record.losses[sealed.step].add(sealed.loss)
+
+
 def note(batch: MicroBatch, record: TrainerRecord) -> None:
     """Write down what a row holds."""
     record.micro_batches[batch.step] += 1
+    record.losses[batch.step].add(batch.loss)
     record.longest_row = max(record.longest_row, len(batch.token_ids))
     start = 0
     for rollout_id, length in zip(batch.rollout_ids, batch.lengths.tolist(), strict=True):

@@ -23,6 +23,7 @@ from orchestrator.scripted_run import ScriptedRun
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import parse, write_run
 from pipelinerl.messages import (
+    Demonstration,
     FromEngine,
     FromGateway,
     FromScorer,
@@ -208,7 +209,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
 
 async def _scripted(run: Run, settings: Config, *, folder: Path, script: Callable[[ScriptedRun], Coroutine[Any, Any, None]]) -> RunResult:
     """Run as the script says; what it raises is raised once the run has ended."""
-    scripted = ScriptedRun(run, config=settings, folder=folder, prompt_of=prompt_of, decode=str)
+    scripted = ScriptedRun(run, config=settings, folder=folder, prompt_of=prompt_of, decode=str, demonstration=demonstration)
     async with driven(run, scripted, launcher=None):
         await script(scripted)
     assert run.result is not None
@@ -218,6 +219,12 @@ async def _scripted(run: Run, settings: Config, *, folder: Path, script: Callabl
 def prompt_of(number: int, row: Mapping[str, Any]) -> Prompt:
     """A prompt of a script's own, of the tokens that its row names."""
     return Prompt(prompt_id=f"0:{number}", text="", token_ids=np.asarray(row["prompt"], np.int32))
+
+
+def demonstration(row: Mapping[str, Any], *, where: str) -> Demonstration:
+    """A demonstration of the tokens that a row names."""
+    prompt, completion = row["prompt"], row["completion"]
+    return Demonstration(token_ids=np.array([*prompt, *completion], np.int32), num_prompt=len(prompt))
 
 
 def _peers(

@@ -422,7 +422,28 @@ async def asks_for_too_many_siblings(asked: ScriptedRun) -> None:
 
 
 async def names_another_loss(asked: ScriptedRun) -> None:
-    await asked.train(await rows_of(asked), loss="gspo")
+    await asked.train(await rows_of(asked), loss="gpso")
+
+
+async def names_a_loss_that_needs_another_model(asked: ScriptedRun) -> None:
+    await asked.train(await rows_of(asked), loss="ppo")
+
+
+async def fine_tunes_on_nothing(asked: ScriptedRun) -> None:
+    await asked.sft([])
+
+
+async def fine_tunes_a_step_too_many(asked: ScriptedRun) -> None:
+    for _ in range(asked.num_steps + 1):
+        await asked.sft([{"prompt": [3], "completion": [4]}])
+
+
+async def asks_a_reference_that_is_not_named(asked: ScriptedRun) -> None:
+    await asked.logprobs(await asked.sample(asked.prompts(1)))
+
+
+async def asks_a_model_that_does_not_exist(asked: ScriptedRun) -> None:
+    await asked.logprobs(await asked.sample(asked.prompts(1)), model="teacher")  # pyright: ignore[reportArgumentType]
 
 
 async def evaluates_nothing(asked: ScriptedRun) -> None:
@@ -461,7 +482,12 @@ MISUSES = [
     (breaks_off, RolloutsUnread, "call 1, sample (2 prompts, 8 rollouts): 7 results not read: the stream was let go of"),
     (forgets_a_stream, RolloutsUnread, "call 1, sample (2 prompts, 8 rollouts): 8 results not read: the script ends"),
     (asks_for_too_many_siblings, ScriptError, "group is 5, expected 1 to rollout.group_size, 4"),
-    (names_another_loss, ScriptError, "loss is 'gspo', and the trainer was started for 'grpo'"),
+    (names_another_loss, ScriptError, "no method named 'gpso'"),
+    (names_a_loss_that_needs_another_model, ScriptError, "loss 'ppo' needs critic, and the trainer was started for algorithm.name"),
+    (fine_tunes_on_nothing, ScriptError, "sft: no rows"),
+    (fine_tunes_a_step_too_many, NobodySends, "sft: all 4 steps are trained (trainer.steps)"),
+    (asks_a_reference_that_is_not_named, ScriptError, "logprobs: no reference. Set reference.path"),
+    (asks_a_model_that_does_not_exist, ScriptError, "model is 'teacher', expected one of policy, reference"),
     (evaluates_nothing, ScriptError, "Set evaluation.source"),
     (finds_no_checkpoint, PeerRefused, "could not write"),
     (has_an_iterator_that_fails, ZeroDivisionError, "mine"),

@@ -20,7 +20,7 @@ from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tests.trainer.full_disk import fill_up, small_disk
-from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step
+from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, make_step, steps_of
 from trainer.data.loader import LoadedPart, LoadedRow
 from trainer.data.rows_in_progress import RowsInProgress
 from trainer.data.sample_digest import SampleDigest
@@ -75,7 +75,7 @@ def test_a_step_does_not_change_what_is_being_written_of_the_one_before(folders:
         ):
             loop = Loop(
                 loader=loader,
-                step=step,
+                steps=steps_of(step),
                 async_publisher=async_publisher,
                 send=told,
                 timer=StepTimer(journal, loader=loader),
@@ -168,7 +168,7 @@ def test_a_policy_without_room_is_passed_over_or_tried_until_there_is_and_the_on
         ):
             Loop(
                 loader=loader,
-                step=step,
+                steps=steps_of(step),
                 async_publisher=async_publisher,
                 send=told,
                 timer=StepTimer(journal, loader=loader),

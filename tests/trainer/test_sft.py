@@ -144,7 +144,7 @@ def _fine_tune_rank(rank: int, config: Config, folder: Path) -> None:
 
 
 def _batch(config: Config) -> list[tuple[list[int], int]]:
-    return [(token_ids.tolist(), num_prompt) for token_ids, num_prompt in Demonstrations(config).batch_at(0)]
+    return [(one.token_ids.tolist(), one.num_prompt) for one in Demonstrations(config).batch_at(0)]
 
 
 def test_a_row_is_prompt_completion_and_end_of_sequence(demo_model: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_file_rows_are_shuffled_anew_every_epoch_by_the_seed(demo_model: Path, t
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"{number}=", "completion": "0"}) + "\n" for number in range(10, 40)))
     found = Demonstrations(_config(demo_model, tmp_path, source=str(source), batch_size=30))
-    keys = [[token_ids.tobytes() for token_ids, _ in found.batch_at(step)] for step in (0, 1)]
+    keys = [[one.token_ids.tobytes() for one in found.batch_at(step)] for step in (0, 1)]
     assert sorted(keys[0]) == sorted(keys[1])
     assert keys[0] != keys[1]
 

@@ -69,7 +69,8 @@ def _sft_gradient(folder: Path, *, step: int = 0) -> tuple[torch.Tensor, float, 
     """Of the mean over the completion tokens of a step's rows, each alone through Hugging Face's model; the mean; the tokens."""
     module = AutoModelForCausalLM.from_pretrained(folder)
     losses: list[torch.Tensor] = []
-    for ids, num_prompt in Demonstrations(_config(folder), beside_rl=True).batch_at(step):
+    for one in Demonstrations(_config(folder), beside_rl=True).batch_at(step):
+        ids, num_prompt = one.token_ids, one.num_prompt
         tokens = torch.from_numpy(ids).long()
         logits = module(input_ids=tokens[None], use_cache=False).logits[0, num_prompt - 1 : -1]
         losses += torch.nn.functional.cross_entropy(logits, tokens[num_prompt:], reduction="none").unbind()

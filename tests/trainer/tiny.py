@@ -24,6 +24,7 @@ from trainer.optimizer import Optimizer, Schedule
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
 from trainer.step import Step
+from trainer.steps import Steps
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 VOCABULARY = 61
@@ -156,6 +157,18 @@ def make_step(
         **options,
     )
     return step, optimizer
+
+
+def steps_of(step: Step, *, reference: Reference | Teachers | None = None, critic: Trained | None = None) -> Steps:
+    """A run whose own loss is that of `step`, and whose other losses are rows of the table."""
+    offers = ALWAYS_OFFERED | TRAINER_OFFERS | REFERENCE_OFFERS
+    return Steps(
+        step,
+        method_of=lambda name: resolve(name, group_size=4, offers=offers),
+        critic_of=lambda method: None if critic is None else critic_of(critic, method=method, replicas=step.replicas),
+        reference=lambda: reference,
+        max_tokens=64,
+    )
 
 
 def critic_optimizer(step: Step) -> Optimizer:

@@ -1,9 +1,4 @@
-"""Demonstrations for supervised fine-tuning: rows of a prompt and a completion, as packed batches of tokens, epoch after epoch.
-
-The prompt is tokenised alone and the completion alone, as in RL, where the engine sees the prompt's tokens before any completion exists;
-by the same rule, `pipelinerl.data.tokenizer.TextEncoder`. A completion ends with the token that ends it in RL, too: behind a chat the
-end of turn that the template writes, behind plain text the tokenizer's EOS.
-"""
+"""Demonstrations for supervised fine-tuning from a source of rows, drawn in batches, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -13,35 +8,16 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pipelinerl.config import Config
-from pipelinerl.data.stop_tokens import stop_tokens_of
-from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, load_tokenizer
+from pipelinerl.data.demonstrations import DemonstrationEncoder
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
-from pipelinerl.messages import Int32
+from pipelinerl.messages import Demonstration
 from pipelinerl.runtime.plugin import load_plugin
-
-
-class Demonstration(NamedTuple):
-    """One sample to train on."""
-
-    token_ids: Int32
-    """[L] of prompt, completion and the token that ends it."""
-    num_prompt: int
-    """Tokens of the prompt, which have no loss."""
-
-    @property
-    def num_tokens(self) -> int:
-        """L."""
-        return len(self.token_ids)
-
-    @property
-    def num_trained(self) -> int:
-        """Tokens with a loss: the completion's, and the one that ends it."""
-        return self.num_tokens - self.num_prompt
 
 
 class Demonstrations:
@@ -60,17 +36,9 @@ class Demonstrations:
         if section.source is None:
             raise ConfigError(f"{key} is not set: name a JSONL file, or `path:name` of a Python function that yields rows")
         self._source = section.source
-        self._prompt_column, self._completion_column = config.data.prompt_column, config.sft.completion_column
-        self._max_tokens = min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens)
         self._seed = config.run.seed
         self._batch_size = section.batch_size
-        tokenizer = load_tokenizer(config.model.path)
-        self._encoder = TextEncoder(tokenizer, options=ChatOptions.of(config.data))
-        stop_tokens = stop_tokens_of(config.model.path, tokenizer=tokenizer)
-        if stop_tokens.end_of_text is None:
-            raise ConfigError(f"the tokenizer in {config.model.path} names no end-of-sequence token: a completion could not be ended")
-        self._end_of_text = stop_tokens.end_of_text
-        self._end_of_turn = stop_tokens.end_of_text if stop_tokens.end_of_turn is None else stop_tokens.end_of_turn
+        self._encoder = DemonstrationEncoder(config, tokenizer=load_tokenizer(config.model.path))
         self._rows, self._is_ordered = read_rows(self._source, key=key, seed=config.run.seed, at_most=steps * section.batch_size)
         if not len(self._rows):
             raise DataError(f"{key} {self._source} has no rows")
@@ -92,25 +60,7 @@ class Demonstrations:
 
     def at(self, number: int) -> Demonstration:
         """A row of the source. Raises `DataError` where it lacks a text or does not fit."""
-        prompt = self._rows[number].get(self._prompt_column)
-        prompt = prompt if isinstance(prompt, list) else self._text(number, self._prompt_column)
-        before, is_chat = self._encoder.prompt(prompt, self._rows[number]), self._encoder.is_chat(prompt)
-        completion = self._encoder.continuation(self._text(number, self._completion_column))
-        token_ids = np.array([*before, *completion, self._end_of_turn if is_chat else self._end_of_text], np.int32)
-        if not before or len(token_ids) > self._max_tokens:
-            raise DataError(
-                f"{self._source}, row {number}: {len(before)} tokens of prompt, {len(token_ids)} in all; expected at least one of"
-                f" prompt and at most {self._max_tokens} in all (model.max_tokens, batch.max_tokens)"
-            )
-        return Demonstration(token_ids, len(before))
-
-    def _text(self, number: int, column: str) -> str:
-        text = self._rows[number].get(column)
-        if not isinstance(text, str):
-            raise DataError(
-                f"{self._source}, row {number}: column {column!r} is {text!r}, expected text; it has {', '.join(self._rows[number])}"
-            )
-        return text
+        return self._encoder.encode(self._rows[number], where=f"{self._source}, row {number}")
 
 
 def read_rows(source: str, *, key: str, seed: int, at_most: int) -> tuple[Sequence[dict[str, Any]], bool]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import PeerSilent
-from pipelinerl.messages import MicroBatch, SaveCheckpoint, StepClosed, Stop
+from pipelinerl.messages import Command, MicroBatch, StepClosed, Stop
 from pipelinerl.transport.codec import Decoder, encode
 from trainer.data.split import without_samples
 from trainer.orchestrator_client import OrchestratorClient
@@ -35,7 +35,7 @@ GRACE_S = 30.0
 CLOSE_S = 5.0
 
 
-Shared = MicroBatch | StepClosed | SaveCheckpoint
+Shared = MicroBatch | StepClosed | Command
 """What the ranks of a replica hear alike."""
 
 
@@ -57,7 +57,7 @@ class LoadedRow:
     parts: tuple[LoadedPart, ...]
 
 
-Item = LoadedRow | StepClosed | SaveCheckpoint | Stop
+Item = LoadedRow | StepClosed | Command | Stop
 
 
 class RowLoader:
@@ -110,7 +110,7 @@ class RowLoader:
             self._client.busy_with = what
 
     def take(self) -> Item:
-        """Wait for this rank's next row with its layout, for the seal after a step's last, or for the word to save.
+        """Wait for this rank's next row with its layout, for the seal after a step's last, or for a command between two steps.
 
         Raises as `OrchestratorClient.take`, and `DataError`.
         """

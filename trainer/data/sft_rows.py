@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from pipelinerl.data.packing import Packing
+from pipelinerl.messages import Demonstration
 from trainer.backend import Backend, Outputs
-from trainer.data.demonstrations import Demonstration
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
 from trainer.rows.packed_row import PackedRow

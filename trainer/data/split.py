@@ -44,6 +44,7 @@ def _chosen(batch: MicroBatch, samples: Mask) -> MicroBatch:
         lengths=batch.lengths[samples],
         rollout_ids=tuple(name for name, is_chosen in zip(batch.rollout_ids, samples.tolist(), strict=True) if is_chosen),
         routes=None if batch.routes is None else routes_of(table_of(batch.routes)[tokens]),
+        loss=batch.loss,
         nodes=None if batch.nodes is None else _of_samples(batch.nodes, samples, lengths=batch.lengths),
         **{name: None if column is None else column[samples] for name, column in of_samples.items()},
     )

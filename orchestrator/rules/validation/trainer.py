@@ -9,10 +9,19 @@ import dataclasses
 import math
 
 import msgspec
+import numpy as np
 
 from orchestrator.rules.validation.announcements import gauges
 from orchestrator.rules.validation.violations import Kind, Violation
-from pipelinerl.messages import CheckpointFailed, CheckpointSaved, PolicyPublished, StepDone, TakeMicroBatch
+from pipelinerl.messages import (
+    CheckpointFailed,
+    CheckpointSaved,
+    ComputeLogprobs,
+    LogprobsComputed,
+    PolicyPublished,
+    StepDone,
+    TakeMicroBatch,
+)
 
 MAX_PULLS = 64
 """Rows that a replica may have asked for and not been given. Our trainer asks for two; a larger value only lets a dishonest one fill
@@ -81,6 +90,20 @@ def policy_published(said: PolicyPublished, progress: TrainerProgress) -> Violat
             kind=Kind.STEPS, words=f"PolicyPublished: version {said.version} of rollback epoch {said.rollback_epoch}, expected {expected}"
         )
     return gauges(said)
+
+
+def logprobs_computed(said: LogprobsComputed, *, asked: ComputeLogprobs | None) -> Violation | None:
+    """Check an answer against what was `asked`, where it answers that: a finite number, at most 0, for every token with a loss."""
+    if asked is None or said.request_id != asked.request_id:
+        return None
+    expected = sum(int(row.loss_mask.sum()) for row in asked.rows)
+    if len(said.logprobs) != expected:
+        words = f"LogprobsComputed: {len(said.logprobs)} numbers, expected {expected}, one for each token with a loss"
+        return Violation(kind=Kind.BOUNDS, words=words)
+    wrong = ~(np.isfinite(said.logprobs) & (said.logprobs <= 0))
+    if wrong.any():
+        return Violation(kind=Kind.BOUNDS, words=f"LogprobsComputed: {said.logprobs[wrong][0]}, expected finite numbers, at most 0")
+    return None
 
 
 def checkpoint_saved(said: CheckpointSaved, progress: TrainerProgress, *, commit: str | None) -> Violation | None:

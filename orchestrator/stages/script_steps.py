@@ -1,0 +1,234 @@
+"""The steps of a script: what it has decided is written down, leaves for the trainer, and comes back as figures."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import IntendedStep, Snapshot
+from orchestrator.ledger.step_losses import OWN_LOSS, StepLoss
+from orchestrator.recovery.checkpoints import Checkpoints
+from orchestrator.rollouts.micro_batch import micro_batch_of
+from orchestrator.rules.admission import Admission
+from orchestrator.rules.script import Decision, ScriptBook, ScriptCut, finish
+from orchestrator.rules.validation.trainer import TrainerProgress, logprobs_computed
+from orchestrator.rules.validation.violations import Violation
+from orchestrator.stages.batching import Batching
+from orchestrator.stages.held_policies import HeldPolicies
+from orchestrator.stages.script_waits import ScriptWaits
+from orchestrator.stages.training import Training
+from pipelinerl.algorithms.step_loss import SFT
+from pipelinerl.messages import (
+    ComputeLogprobs,
+    Demonstration,
+    Float32,
+    LogprobModel,
+    LogprobsComputed,
+    MicroBatch,
+    Sample,
+    SaveCheckpoint,
+    StepDone,
+    TerminalStatus,
+    Trajectory,
+)
+from pipelinerl.runtime.stage import Stage
+
+SCRIPT_GONE = "the script that asked for it is gone"
+"""The reason given for a rollout that an earlier process of the run has asked for and not trained."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ScriptSteps:
+    """The calls of a script that decide about steps, or ask the trainer for something between two of them, one after the other."""
+
+    held: HeldPolicies
+    book: ScriptBook
+    cut: ScriptCut
+    admission: Admission
+    ledger: Ledger
+    waits: ScriptWaits
+    past: Snapshot
+    """Where the run stood when this process began."""
+    intended: IntendedStep | None
+    """The step that the script before has decided upon, where it was not closed."""
+    max_row_tokens: int
+    teachers: Sequence[str] = ()
+    """The names by which rows choose their teacher."""
+    batching: Batching | None = None
+    """The stage that carries decisions out; None until the stages are joined."""
+    left: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when the script has trained every step and needs nobody any more."""
+    _done: dict[int, StepDone] = dataclasses.field(default_factory=dict)
+    """What the trainer said of steps, until the script hears of it."""
+    _choosing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while the groups of a step are given, so that steps leave one after the other."""
+    _request_ids: itertools.count[int] = dataclasses.field(default_factory=itertools.count)
+    _asked: ComputeLogprobs | None = None
+    """The rows whose log-probabilities are under way."""
+    _computed: LogprobsComputed | None = None
+
+    def __post_init__(self) -> None:
+        self.admission.next_step = self.book.step
+        self.held.on_moved = self.waits.changed.set
+
+    def join(self, stages: Iterable[Stage]) -> None:
+        """Take the stage that carries decisions out, and hear what the trainer says to the one that speaks with it."""
+        for stage in stages:
+            if isinstance(stage, Batching):
+                self.batching = stage
+            elif isinstance(stage, Training):
+                stage.session.on(LogprobsComputed, self._hear_logprobs, check=self._check_logprobs)
+
+    @property
+    def num_intended_groups(self) -> int:
+        """Groups of the interrupted step that are not assigned to it yet."""
+        return 0 if self.intended is None else len({sample.trajectory.group_id for sample in self.intended.samples})
+
+    # --- what the script calls ---
+
+    async def train(self, rows: Sequence[Sample], *, loss: str) -> StepDone:
+        """Have rows trained as the next step, by the loss of this name; return what the trainer says. Raises as `ScriptBook.train`."""
+        self.waits.check()
+        decisions, given = self.book.train(rows)
+        for scored in given:
+            self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
+        return await self._step(decisions, StepLoss(name=loss))
+
+    async def sft(self, rows: Sequence[Demonstration]) -> StepDone:
+        """Have demonstrations trained as the next step. Raises as `ScriptBook.sft`."""
+        self.waits.check()
+        return await self._step(self.book.sft(len(rows)), StepLoss(name=SFT, demonstrations=tuple(rows)))
+
+    async def drop_refused(self) -> None:
+        """End the groups whose advantages were refused, and wait until that is booked."""
+        await self.waits.beside(self._choose(self.book.drops()), "batching to book what was dropped")
+
+    async def publish(self, version: int) -> None:
+        """Bring policies up to this version to engines, and wait until the trainer has written it."""
+        self.book.published = version
+        self.held.publish(version)
+        self.waits.changed.set()
+        await self.waits.until(lambda: True if self.held.newest >= version else None, f"the trainer to write policy {version}")
+
+    async def save(self, version: int, *, checkpoints: Checkpoints) -> None:
+        """Have a version saved, unless it is; the step that follows waits for it."""
+        async with self._choosing:
+            if checkpoints.newest < version:
+                self.held.command(SaveCheckpoint(version=version), version=version)
+            await self.waits.beside(checkpoints.wait_for(version), f"the trainer to save version {version}")
+            self.held.answered()
+
+    async def logprobs(self, rollouts: Sequence[Trajectory], *, model: LogprobModel) -> list[Float32]:
+        """Return what the newest policy, or the reference, says of each rollout, [L] float32, 0.0 where a token has no loss; the step that
+        follows waits for it.
+        """
+        self.waits.check()
+        return await self.waits.beside(self._logprobs(rollouts, model), f"the trainer to compute log-probabilities under the {model}")
+
+    # --- what the trainer says ---
+
+    def hear_done(self, done: StepDone) -> None:
+        """Hear that a step is done; the policy before it can be published no more."""
+        self.held.pass_over(done.step)
+        self._done[done.step] = done
+        self.waits.changed.set()
+
+    def _check_logprobs(self, said: LogprobsComputed, progress: TrainerProgress) -> Violation | None:
+        return logprobs_computed(said, asked=self._asked)
+
+    def _hear_logprobs(self, said: LogprobsComputed) -> None:
+        """Hear an answer that was checked; one that nobody waits for was asked for twice, of a trainer that started again."""
+        if self._asked is not None and said.request_id == self._asked.request_id:
+            self._asked, self._computed = None, said
+            self.held.answered()
+            self.waits.watch.moved()
+            self.waits.changed.set()
+
+    # --- inside ---
+
+    async def _logprobs(self, rollouts: Sequence[Trajectory], model: LogprobModel) -> list[Float32]:
+        found: list[Float32] = []
+        async with self._choosing:
+            batches = self._batches_of(rollouts)
+            for start in range(0, len(batches), self.held.num_replicas):
+                rows = tuple(batches[start : start + self.held.num_replicas])
+                self._asked, self._computed = ComputeLogprobs(request_id=next(self._request_ids), model=model, rows=rows), None
+                self.held.command(self._asked, version=self.book.step)
+                while self._computed is None:
+                    await self.waits.changed.wait()
+                found += _by_rollout(rows, self._computed.logprobs)
+        return found
+
+    async def _step(self, decisions: Sequence[Decision], loss: StepLoss) -> StepDone:
+        step = self.book.step - 1
+        self.admission.next_step = self.book.step
+        self.waits.changed.set()  # who waits for what is too old now hears of it
+        await self.waits.beside(self._choose(decisions, closes=step, loss=loss), f"batching to close step {step}")
+        return await self.waits.until(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
+
+    async def _choose(self, decisions: Sequence[Decision], *, closes: int | None = None, loss: StepLoss = OWN_LOSS) -> None:
+        """Have batching carry out what was decided, and close the step `closes`; one step after the other."""
+        async with self._choosing:
+            await self._carry_out(decisions, closes=closes, loss=loss)
+
+    async def _carry_out(self, decisions: Sequence[Decision], *, closes: int | None, loss: StepLoss) -> None:
+        assert self.batching is not None, "the stages were joined"
+        if closes is not None:
+            self.ledger.intend([sample for decision in decisions for sample in decision.samples], step=closes, loss=loss)
+        for decision in decisions:
+            self.cut.decide(decision)
+            await self.batching.decide(decision.group)
+        if closes is not None:
+            counts = self.cut.close()
+            await self.batching.close_step(closes, *((loss.num_tokens, len(loss.demonstrations)) if loss.demonstrations else counts))
+
+    def _batches_of(self, rollouts: Sequence[Trajectory]) -> list[MicroBatch]:
+        """Lay rollouts, in their order, into rows."""
+        rows: list[list[Sample]] = []
+        for rollout in rollouts:
+            sample = Sample(trajectory=rollout, reward=0.0, advantages=np.zeros(rollout.num_tokens, np.float32))
+            if not rows or sum(one.trajectory.num_tokens for one in rows[-1]) + rollout.num_tokens > self.max_row_tokens:
+                rows.append([])
+            rows[-1].append(sample)
+        return [micro_batch_of(tuple(row), step=self.book.step, index=0, teachers=self.teachers) for row in rows]
+
+    # --- a script that goes on ---
+
+    async def go_on(self, decisions: Sequence[Decision]) -> None:
+        """Finish the step in which the script before was interrupted."""
+        assert self.batching is not None, "the stages were joined"
+        async with self._choosing:
+            if (open_step := self.past.steps.get(self.past.open_step)) is not None:
+                await self.batching.restore(open_step)
+            if self.intended is not None:
+                await self._carry_out(decisions, closes=self.intended.step, loss=self.ledger.losses.of(self.intended.step))
+
+    def forsake(self) -> list[Decision]:
+        """Cancel what the script before has asked for and not trained; return what it had decided about the step that it was interrupted
+        in.
+        """
+        decisions = finish(self.intended.samples, self.past.scored) if self.intended is not None else []
+        kept = {decision.group.group_id for decision in decisions}
+        scored = {one.trajectory.rollout_id for one in self.past.scored}
+        now_s = asyncio.get_running_loop().time()
+        with self.ledger.transaction():
+            for name, rollout in self.ledger.rollouts_in_flight().items():
+                is_left = rollout.group_id in self.past.running_groups and (rollout.group_id not in kept or name not in scored)
+                if is_left:
+                    self.ledger.end(name, TerminalStatus.CANCELLED, now_s=now_s, reason=SCRIPT_GONE)
+            for group_id in sorted(self.past.running_groups - kept):
+                self.ledger.drop(group_id, step=self.book.step)
+        return decisions
+
+
+def _by_rollout(rows: Sequence[MicroBatch], logprobs: Float32) -> list[Float32]:
+    """Cut the log-probabilities of all tokens with a loss into columns of the rollouts."""
+    mask = np.concatenate([row.loss_mask for row in rows])
+    column = np.zeros(len(mask), np.float32)
+    column[mask] = logprobs
+    return np.split(column, np.cumsum(np.concatenate([row.lengths for row in rows]))[:-1])
