@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,37 @@ def test_a_policy_goes_through_both_buckets_at_once(monkeypatch: pytest.MonkeyPa
     receiver.close()
     pool.close()
     assert sizes.count(size) == 1, sizes
+
+
+class _Noted:
+    """A communicator that notes what it is asked, and for whose work nobody waits."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def bucket(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def send(self, part: torch.Tensor) -> Any:
+        self.asked.append("begun")
+
+    receive = send
+
+    def is_done(self, work: Any) -> bool:
+        self.asked.append("done")
+        return True
+
+    def abort(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("end", ["send", "receive"])
+def test_the_second_bucket_is_under_way_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch, end: str):
+    monkeypatch.setattr(nccl, "BUCKET_BYTES", 8)
+    noted: Any = _Noted()
+    silent: Any = None
+    getattr(nccl._Channel(noted, line=silent, deadline_s=1.0, forget=noted.abort), end)(torch.zeros(30, dtype=torch.uint8))
+    assert noted.asked == ["begun", "begun", "done", "begun", "done", "begun", "done", "done"]
 
 
 class CountingNccl(StandInNccl):
