@@ -6,20 +6,26 @@ A run that ends by itself leaves its model in `<run>/model`; this is for one tha
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from pipelinerl.config import Config
+from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.storage.checkpoint_folder import newest_whole
 from trainer.build import adapters_of
 from trainer.checkpoint.model_folder import refuse_to_replace, save_adapter, save_model
+from trainer.model.megatron_names import Heads, names_of, packed_of, parts_of
 from trainer.model.model import Model
+from trainer.parallel.boxes import placed
 
 
 def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool = False) -> int:
@@ -43,12 +49,26 @@ def export(config: Config, run_folder: Path, output: Path, *, adapter_only: bool
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters().items()}
-        dcp.load({"model": model.placed(weights)}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        read = functools.partial(dcp.load, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        if config.trainer.backend is TrainerBackend.MEGATRON:
+            _unfuse(weights, heads=Heads.of(model.module.config), read=read)
+        else:
+            read({"model": model.placed(weights)})
     if adapters is not None and adapter_only:
         save_adapter(model, output, adapters=adapters, source=config.model.path)
     else:
         save_model(model, output, source=config.model.path, stop_token_ids=config.rollout.stop_token_ids)
     return manifest.version
+
+
+def _unfuse(weights: Mapping[str, torch.Tensor], *, heads: Heads, read: Callable[[dict[str, Any]], None]) -> None:
+    """Have `weights`, by Hugging Face's names, be those that a checkpoint holds in Megatron-Core's form, which `read` reads."""
+    held = {theirs: heads.join([weights[name] for name in parts_of(theirs)]) for theirs in names_of(weights)}
+    read({"model": {theirs: placed(whole, like=whole, packed=packed_of(theirs)) for theirs, whole in held.items()}})
+    for theirs, whole in held.items():
+        names = parts_of(theirs)
+        for name, part in zip(names, heads.split(whole, num=len(names)), strict=True):
+            weights[name].copy_(part)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.layout import Layout
+from pipelinerl.config.layout import Layout, Schedule
 from pipelinerl.errors import ConfigError
 
 
@@ -23,22 +23,31 @@ class TrainerBackend(StrEnum):
     """transformers' code, cut by torch's FSDP2 and tensor parallelism: every family and every layout."""
     TORCHTITAN = "torchtitan"
     """torchtitan's models and its own parallelisation of them."""
+    MEGATRON = "megatron"
+    """Megatron-Core's modules, cut by its tensor and pipeline parallelism."""
 
 
 FAMILIES = ("llama", "qwen3")
 """Values of `model_type` in a model's config.json that other backends than fsdp2 compute; both families without experts or biases."""
-_PACKAGES = {TrainerBackend.TORCHTITAN: ("torchtitan", "triton")}
+_PACKAGES = {TrainerBackend.TORCHTITAN: ("torchtitan", "triton"), TrainerBackend.MEGATRON: ("megatron.core",)}
 """Packages that a backend imports."""
 
 
 def check_installed(backend: TrainerBackend) -> None:
     """Raise `ConfigError` where a package that the backend imports is not there."""
     for package in _PACKAGES.get(backend, ()):
-        if importlib.util.find_spec(package) is None:
+        if not _is_installed(package):
             raise ConfigError(
                 f'trainer.backend is "{backend}", and {package} is not installed. Install it with `pip install "pipelinerl[{backend}]"`,'
                 " or leave trainer.backend out"
             )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def problems_of_backend(backend: TrainerBackend, layout: Layout) -> Iterator[str]:
@@ -48,8 +57,12 @@ def problems_of_backend(backend: TrainerBackend, layout: Layout) -> Iterator[str
     for kind in ("context", "expert"):
         if getattr(layout, kind) > 1:
             yield f"parallel.{kind} = {getattr(layout, kind)} is written for fsdp2 alone"
+    if layout.pipeline > 1 and layout.schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD:
+        yield f'parallel.schedule = "{layout.schedule}" is written for fsdp2 alone'
     if backend is TrainerBackend.TORCHTITAN and layout.copies > 1 and layout.shard == 1:
         yield f"it reduces gradients in every row, so that its replicas must share weights: set parallel.shard = {layout.replicas}"
+    if backend is TrainerBackend.MEGATRON and layout.shard > 1:
+        yield f"parallel.shard = {layout.shard} would be its distributed optimizer, which is not used: copies, tensor and pipeline are"
 
 
 def check_model(backend: TrainerBackend, layout: Layout, folder: Path) -> None:
@@ -57,11 +70,11 @@ def check_model(backend: TrainerBackend, layout: Layout, folder: Path) -> None:
     if backend is TrainerBackend.FSDP2:
         return
     settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    if found := list(_problems_of_model(layout, settings)):
+    if found := list(_problems_of_model(backend, layout, settings)):
         raise ConfigError(f'trainer.backend is "{backend}", and model.path {folder}: {"; ".join(found)}. Set trainer.backend to "fsdp2"')
 
 
-def _problems_of_model(layout: Layout, settings: dict[str, Any]) -> Iterator[str]:
+def _problems_of_model(backend: TrainerBackend, layout: Layout, settings: dict[str, Any]) -> Iterator[str]:
     if settings.get("model_type") not in FAMILIES:
         yield f"it is a {settings.get('model_type')}, expected one of {', '.join(FAMILIES)}"
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -72,5 +85,7 @@ def _problems_of_model(layout: Layout, settings: dict[str, Any]) -> Iterator[str
             yield f"{key} is set"
     if (activation := settings.get("hidden_act", "silu")) != "silu":
         yield f"hidden_act is {activation}, expected silu"
+    if backend is TrainerBackend.MEGATRON and settings.get("num_hidden_layers", 0) % layout.pipeline:
+        yield f"parallel.pipeline = {layout.pipeline} does not divide its {settings['num_hidden_layers']} layers"
     if layout.pipeline > 1 and settings.get("tie_word_embeddings"):
         yield "its embeddings are tied, which its pipelines do not know (parallel.pipeline)"

@@ -194,7 +194,8 @@ class ParallelSection(Section):
 class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
     backend: TrainerBackend = Field(
-        TrainerBackend.FSDP2, description="whose code computes the policy: fsdp2 (transformers' models, every family) or torchtitan"
+        TrainerBackend.FSDP2,
+        description="whose code computes the policy: fsdp2 (transformers' models, every family), torchtitan or megatron (Megatron-Core)",
     )
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]

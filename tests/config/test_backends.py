@@ -42,6 +42,16 @@ def test_what_a_backend_cannot_do_is_refused_and_is_right_without_it(key: str) -
     assert asked.trainer.backend is TITAN
 
 
+def test_megatron_is_refused_shards_and_schedules(tmp_path: Path) -> None:
+    for asked, words in (({"shard": 2}, "distributed optimizer"), ({"pipeline": 2, "schedule": "interleaved"}, "written for fsdp2 alone")):
+        with pytest.raises(ConfigError, match=words):
+            parse(tree_of("megatron", trainer={"ranks": 2, "parallel": asked}), origin="a.toml")
+    parse(tree_of("megatron", trainer={"ranks": 8, "parallel": {"tensor": 2, "pipeline": 2}}), origin="a.toml")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline = 2 does not divide its 3 layers"):
+        check_model(TrainerBackend.MEGATRON, Layout(ranks=2, pipeline=2), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "layout", "words"),
     [

@@ -140,9 +140,10 @@ def train(
 
     def keep_gradients(*_: object) -> None:
         """Those of the first step: later ones start from weights that Adam, where a gradient is near 0, moves by what rounding says."""
-        for name, parameter in model.named_parameters().items() if not gradients else ():
-            if parameter.grad is not None:  # in bfloat16 the optimizer takes it away
-                gradients[name] = (parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad).clone()
+        if not gradients:  # in bfloat16 the optimizer takes them away
+            pieces = {name: local(parameter.grad) for name, parameter in model.named_parameters().items() if parameter.grad is not None}
+            for name, gradient in model.placed(pieces).items():
+                gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
 
     optimizer._adamw.register_step_pre_hook(keep_gradients)
     metrics: dict[str, float] = {}

@@ -81,6 +81,7 @@ def test_two_replicas_train_as_one(folders: dict[str, Path], method: str) -> Non
 
 
 def _run_trainer_rank(rank: int, run_folder: Path) -> None:
+    torch.set_num_threads(1)  # the threads of a parent that has computed are not there
     train(load_run(run_folder), run_folder)
 
 

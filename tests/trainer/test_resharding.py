@@ -46,7 +46,7 @@ CHAINS = {
 def go_on(
     replicas: Replicas, *, folder: Path, run_folder: Path, version: int, dtype: str, **options: Any
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Restore version `version`, if that is not 0; train a step; save. Returns the state before and after, of whole tensors.
+    """Restore version `version`, if that is not 0; train a step; save. Returns the state before and after, whole, and what is published.
 
     While the checkpoint is written, training goes on, with all its collectives.
     """
@@ -61,12 +61,12 @@ def go_on(
     before = _whole(state_of(model, optimizer))
     _train(step, replicas, version=version)
     checkpoints.begin(version + 1, commit="c", num_samples=0, samples="0")
-    after = _whole(state_of(model, optimizer))
+    after, tensors = _whole(state_of(model, optimizer)), {name: tensor.clone() for name, tensor in model.tensors().items()}
     _train(step, replicas, version=version)
     checkpoints.wait()
     assert all(isinstance(news, CheckpointSaved) for news in checkpoints.take_news())
     assert replicas.all_agree(True, what="to have a checkpoint written")  # the first rank gives it its name
-    return {"before": before, "after": after}
+    return {"before": before, "after": after, "tensors": tensors}
 
 
 def _train(step: Step, replicas: Replicas, *, version: int) -> None:

@@ -20,7 +20,7 @@ from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
 from pipelinerl.weights.device_memory import free_bytes
-from trainer.model import torchtitan_stage, transformers_stage
+from trainer.model import megatron_stage, torchtitan_stage, transformers_stage
 from trainer.model.columns import words_of
 from trainer.model.loading import dtype_on_disk, language_model, value_model
 from trainer.model.logits import LogitRule, logit_rule_of
@@ -36,6 +36,7 @@ from trainer.rows.packed_row import PackedRow, TeacherStates
 _BUILD = {
     TrainerBackend.FSDP2: transformers_stage.build,
     TrainerBackend.TORCHTITAN: torchtitan_stage.build,
+    TrainerBackend.MEGATRON: megatron_stage.build,
 }
 
 
