@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +218,17 @@ async def _scripted(run: Run, settings: Config, *, folder: Path, script: Callabl
 
 def prompt_of(number: int, row: Mapping[str, Any]) -> Prompt:
     """A prompt of a script's own, of the tokens that its row names."""
-    return Prompt(prompt_id=f"0:{number}", text="", token_ids=np.asarray(row["prompt"], np.int32))
+    return Prompt(prompt_id=f"0:{number}", text="", token_ids=np.array(_tokens(row["prompt"]), np.int32))
+
+
+def _tokens(text: str | Sequence[int]) -> list[int]:
+    """A text is bytes here; what a row names as tokens is left."""
+    return list(text.encode()) if isinstance(text, str) else list(text)
 
 
 def demonstration(row: Mapping[str, Any], *, where: str) -> Demonstration:
     """A demonstration of the tokens that a row names."""
-    prompt, completion = row["prompt"], row["completion"]
+    prompt, completion = _tokens(row["prompt"]), _tokens(row["completion"])
     return Demonstration(token_ids=np.array([*prompt, *completion], np.int32), num_prompt=len(prompt))
 
 
