@@ -112,7 +112,7 @@ def _of_trainer(config: Config, values: Values) -> Iterator[Part]:
         part("critic: weights, gradients, optimizer", "critic_bytes"),
         part("reference", "reference_bytes"),
         part("trainer and reference: offloaded", "offloaded_bytes", on_device=False),
-        part("trainer: activations of a row", "activation_bytes", "head_bytes", "gathered_bytes", is_sure=False),
+        part("trainer: activations of a row", "step_bytes", is_sure=False),
     )
     yield from (one for one in parts if one.num_bytes)
 

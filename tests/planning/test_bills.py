@@ -72,7 +72,8 @@ def test_the_bill_of_32b_over_tensor_parallel_ranks() -> None:
 def test_the_bill_of_235b_with_experts_apart() -> None:
     """Experts: 94 x 128 x 3 x 4,096 x 1,536 = 227.096 B of 235.094 B. Sharded over 64, experts over all 64 too: 16 N / 64 = 58.77 GB.
 
-    Without sharding, 8 experts' ranks in each of 8 places of a pipeline: the experts lie over 64 ranks, the other 7.997 B over 8.
+    Without sharding, 8 experts' ranks in each of 8 places of a pipeline: the first has 12 layers, an eighth of their experts, and one of
+    two tables of embeddings.
     Engines over 16 (8 in one stage): 29.39 GB; a token 94 / 2 layers x 1,024 numbers x 2 bytes, over the 4 heads of keys: 24,064.
     """
     engine = {"count": 1, "options": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}}
@@ -83,7 +84,8 @@ def test_the_bill_of_235b_with_experts_apart() -> None:
     assert found["kv_token_bytes"] == 94 / 2 * 1024 * 2 / 4
     apart = figures_of("Qwen3-235B-A22B", trainer={"ranks": 64, "parallel": {"pipeline": 8, "expert": 8}}, engine=engine)
     experts = 94 * 128 * 3 * 4096 * 1536
-    assert apart["rank_parameters"] == pytest.approx((235_093_634_560 - experts) / 8 + experts / 64)
+    table = 151_936 * 4096
+    assert apart["rank_parameters"] == pytest.approx(12 / 94 * (235_093_634_560 - experts - 2 * table + experts / 8) + table)
 
 
 def test_the_bill_of_671b_with_a_latent_cache() -> None:

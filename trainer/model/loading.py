@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from torch._guards import detect_fake_mode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from pipelinerl.config.families import check_trainable
 from pipelinerl.errors import ConfigError
@@ -34,6 +35,11 @@ def dtype_on_disk(folder: Path) -> torch.dtype | None:
         with safe_open(folder / file, framework="pt") as reader:
             found |= {reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118
     return _DTYPES.get(found.pop()) if len(found) == 1 else None
+
+
+def has_values() -> bool:
+    """False under `trainer.dry_run`, whose tensors have shapes only: of a folder, config.json is then all that is read."""
+    return detect_fake_mode() is None
 
 
 def language_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -62,6 +68,9 @@ def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
     check_trainable(folder)
+    if not has_values():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        return kind.from_config(config, dtype=dtype, attn_implementation=attention.NAME), set()
     transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
     try:
         module, loading = kind.from_pretrained(

@@ -22,7 +22,7 @@ from pipelinerl.weights.adapters import published_name
 from pipelinerl.weights.device_memory import free_bytes
 from trainer.model import megatron_stage, torchtitan_stage, transformers_stage
 from trainer.model.columns import words_of
-from trainer.model.loading import dtype_on_disk, language_model, value_model
+from trainer.model.loading import dtype_on_disk, has_values, language_model, value_model
 from trainer.model.logits import LogitRule, logit_rule_of
 from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
 from trainer.model.routing_replay import RoutingReplay
@@ -106,7 +106,7 @@ class Model:
                 )
             # No dropout and no router noise: the log-probabilities must be those of the engine. Gradients flow all the same.
             module.eval()
-            self.tied_names = _tied_names(module)
+            self.tied_names = _tied_names(module) if has_values() else frozenset[str]()
             """Names that are another name for a parameter already named: a published policy may leave them out."""
             self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
             self._adapted = frozenset(adapted(module))

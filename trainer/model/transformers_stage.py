@@ -34,7 +34,7 @@ def build(module: PreTrainedModel, plan: StagePlan) -> TransformersStage:
     if plan.is_offloaded:
         for buffer in module.buffers():
             buffer.data = buffer.to(plan.device)
-    else:
+    elif any(tensor.device != plan.device for tensor in (*module.parameters(), *module.buffers())):
         module.to(plan.device)  # pyright: ignore[reportArgumentType]  # transformers annotates it as a function of anything
     return stage
 

@@ -19,10 +19,19 @@ TRAINER_MEMORY = (
         "ranks that share one copy of the experts",
     ),
     Row(
+        "rank_tables",
+        "tables",
+        "embedding_tables if pipeline < 2 else 1",
+        "tables of embeddings on one rank: a pipeline's ends have one each",
+    ),
+    Row("stage_layers", "layers", "ceil(layers / pipeline)", "layers of the fullest stage of a pipeline"),
+    Row(
         "rank_parameters",
         "parameters",
-        "(parameters - expert_parameters) / weight_share + expert_parameters / expert_share",
-        "parameters that one rank holds",
+        "((parameters - expert_parameters - embedding_tables * embedding_parameters) * stage_layers / layers"
+        " + rank_tables * embedding_parameters) * pipeline / weight_share"
+        " + expert_parameters * stage_layers / layers * pipeline / expert_share",
+        "parameters that the fullest rank holds",
     ),
     Row("rank_trained", "parameters", "trained_parameters / parameters * rank_parameters", "of them, those that are trained"),
     Row("trainer_weights_bytes", "B", "rank_parameters * (4 if is_sharded else dtype_bytes) * (1 - offloads_weights)", "weights"),
@@ -43,9 +52,9 @@ TRAINER_MEMORY = (
     Row(
         "gathered_bytes",
         "B",
-        "is_sharded * (layer_parameters * ((layers / pipeline if pipeline > 1 else 2) * dtype_bytes + 4)"
+        "is_sharded * (layer_parameters * (stage_layers * (dtype_bytes + 4) if pipeline > 1 else 2 * dtype_bytes + 4)"
         " + embedding_tables * embedding_parameters / tensor / min(pipeline, embedding_tables) * dtype_bytes)",
-        "gathered weights: two layers (with a pipeline all of the rank's), embeddings, and one layer's gradients",
+        "gathered weights and gradients: two layers and one's gradients (with a pipeline all of the rank's), embeddings",
         "torch.distributed.fsdp.fully_shard: the next layer is fetched ahead; the root is not freed",
     ),
     Row("rank_tokens", "tokens", "row_tokens / context", "tokens of a row on one rank"),
@@ -54,8 +63,10 @@ TRAINER_MEMORY = (
         "B",
         "2 * hidden * (4 + 2 * dtype_bytes)"
         " + (4 + dtype_bytes) * normed_width / tensor"
-        " + dtype_bytes * (query_width + value_width + (2 * query_width if is_latent else cache_width) + 4 * inner_width) / tensor",
-        "kept per token and layer for the backward pass: norms (their input in float32), queries, keys, values, output, inner tensors",
+        " + dtype_bytes * (query_width + value_width + (2 * query_width if is_latent else cache_width * context) + 4 * inner_width)"
+        " / tensor",
+        "kept per token and layer for the backward pass: norms (their input in float32), queries, keys and values (the whole"
+        " row's), output, inner tensors",
         "counted on transformers' own modules by tests/planning; attention scores are not kept (arXiv 2205.14135)",
     ),
     Row(
@@ -71,6 +82,57 @@ TRAINER_MEMORY = (
         "3 * 4 * min(logit_numbers, rank_tokens * vocabulary / tensor) + 2 * rank_tokens * hidden * dtype_bytes",
         "tables of logits of one piece, and its ends",
     ),
+    Row("trains_all", "", "1 if trained_parameters >= parameters else 0", "1: all weights are trained, 0: adapters alone"),
+    Row("table_bytes", "B", "embedding_parameters / tensor * dtype_bytes", "a rank's piece of a table of embeddings, as it computes"),
+    Row("root_bytes", "B", "is_sharded * rank_tables * table_bytes", "gathered tables of embeddings, which stay through a pass"),
+    Row(
+        "kept_logits_bytes",
+        "B",
+        "min(32 * logit_numbers, 4 * rank_tokens * mean_tokens / (prompt_tokens + mean_tokens) * vocabulary / tensor)"
+        " if 4 * rank_tokens * mean_tokens / (prompt_tokens + mean_tokens) * vocabulary / tensor <= 32 * logit_numbers else 0",
+        "a table of logits small enough to be kept for the backward pass",
+    ),
+    Row(
+        "pipeline_bytes",
+        "B",
+        "4 * pipeline * rank_tokens * hidden * dtype_bytes if pipeline > 1 else 0",
+        "what a stage receives, for every row of a pass: trainer.backend puts four for each rank off",
+    ),
+    Row(
+        "table_grad_bytes",
+        "B",
+        "4 if pipeline > 1 and is_sharded > 0 else dtype_bytes",
+        "of a number of a table's gradient, added up over rows",
+    ),
+    Row(
+        "at_head_bytes",
+        "B",
+        "root_bytes + is_sharded * layer_parameters * dtype_bytes * (stage_layers if pipeline > 1 else 1) + pipeline_bytes"
+        " + rank_tokens * layers * (hidden * dtype_bytes if is_checkpointed else layer_kept_bytes) / pipeline"
+        " + head_bytes + kept_logits_bytes + trains_all * embedding_parameters / tensor * (4 + (dtype_bytes if dtype_bytes < 4 else 0))",
+        "alive where the backward pass leaves the output embedding, whose gradient is added up in float32 and rounded",
+    ),
+    Row(
+        "at_layer_bytes",
+        "B",
+        "gathered_bytes + pipeline_bytes + (trains_all * is_sharded * table_bytes if pipeline < 2 else 0) + activation_bytes",
+        "alive where it is in the last layer",
+    ),
+    Row(
+        "at_end_bytes",
+        "B",
+        "trains_all * max(embedding_parameters / tensor * table_grad_bytes * (1 + (tensor if tensor > 1 else 0))"
+        " + (pipeline - 1) / pipeline * activation_bytes + pipeline_bytes"
+        " + is_sharded * (root_bytes + (table_bytes if pipeline < 2 else 0) + 4 * layer_parameters),"
+        " root_bytes * (1 + 4 / dtype_bytes))",
+        "alive where it leaves the input embedding, whose gradient every rank makes whole, and where sharded tables are reduced in float32",
+    ),
+    Row(
+        "step_bytes",
+        "B",
+        "max(at_head_bytes, at_layer_bytes, at_end_bytes)",
+        "most that a step takes beside what stays: the worst of three moments",
+    ),
     Row(
         "critic_bytes",
         "B",
@@ -81,7 +143,7 @@ TRAINER_MEMORY = (
     Row(
         "training_bytes",
         "B",
-        "trainer_weights_bytes + trainer_gradients_bytes + trainer_optimizer_bytes + gathered_bytes + activation_bytes + head_bytes"
+        "trainer_weights_bytes + trainer_gradients_bytes + trainer_optimizer_bytes + step_bytes"
         " + critic_bytes + reference_bytes + trainer_process_bytes",
         "all of a rank but policies on their way",
     ),
