@@ -102,9 +102,6 @@ def cases() -> Iterator[Case]:
         {"ranks": 1024, "shard": 64, "context": 4, "tensor": 4},
     ):
         yield Case(model=dense, layout=layout)
-    yield Case(model=sparse, layout={"ranks": 1024, "shard": 64, "expert": 64})
-    yield Case(model="Qwen/Qwen2.5-32B", layout={"ranks": 1024, "shard": 64, "tensor": 8})
-    yield Case(model="Qwen/Qwen3-235B-A22B", layout={"ranks": 1024, "shard": 64, "expert": 128})
 
 
 def count(case: Case) -> Stored:

@@ -63,7 +63,6 @@ EXPERT_LAYOUTS = {
     "shard 4, expert 2": Layout(ranks=4, shard=4, expert=2),
     "context 2, expert 2": Layout(ranks=2, context=2, expert=2),
     "shard 2, tensor 2, expert 4": Layout(ranks=4, shard=2, tensor=2, expert=4),
-    "shard 8, expert 2": Layout(ranks=8, shard=8, expert=2),  # two experts over four ranks
 }
 PIPELINES = {
     "pipeline 2": Layout(ranks=2, pipeline=2),

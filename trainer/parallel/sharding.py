@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_expert_parallelism, apply_tensor_parallelism
@@ -225,33 +224,22 @@ def _shard(
     # A pipeline meets its layers again at once, with the next row.
     part_settings: dict[str, Any] = settings | {"reshard_after_forward": replicas.layout.pipeline == 1}
     mesh = replicas.mesh("shard", "context")
-    cut = functools.partial(_columns_of_few_rows, ranks=mesh.size())
     for name in experts:
         part = module.get_submodule(name.removesuffix("."))
         part.forward = _without_views(part.forward)
         _cast(part, held_dtype)
-        rest = replicas.expert_mesh["rest"]
-        fully_shard(part, mesh=rest, shard_placement_fn=functools.partial(_columns_of_few_rows, ranks=rest.size()), **part_settings)
+        fully_shard(part, mesh=replicas.expert_mesh["rest"], **part_settings)
     layers: Any = module.base_model.layers
     for layer in layers:
         if not isinstance(layer, MissingLayer):
             _cast(layer, held_dtype)
-            fully_shard(layer, mesh=mesh, shard_placement_fn=cut, **part_settings)
+            fully_shard(layer, mesh=mesh, **part_settings)
     _cast(stage, held_dtype)
-    fully_shard(stage, mesh=mesh, shard_placement_fn=cut, **settings, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, **settings, reshard_after_forward=False)
     for part in stage.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # a factor of 1 by itself is a kind of sum that gloo does not know
-
-
-def _columns_of_few_rows(parameter: torch.nn.Parameter, *, ranks: int) -> Shard | None:
-    """Cut along the second dimension what has few rows, or few experts, for so many ranks: of two experts over 16 ranks, two would each
-    hold one, and the others nothing. From eight rows a rank on, the last one's padding is an eighth at most.
-    """
-    rows, *sizes = local(parameter.detach()).shape
-    is_cut = isinstance(parameter, DTensor) and any(placement.is_shard(1) for placement in parameter.placements)
-    return Shard(1) if rows % ranks and rows < 8 * ranks and sizes and sizes[0] % ranks == 0 and not is_cut else None
 
 
 def _cast(part: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -15,8 +15,9 @@ TRAINER_MEMORY = (
     Row(
         "expert_share",
         "ranks",
-        "(ranks if shard > 1 else expert * pipeline) if expert > 1 else weight_share",
-        "ranks that share one copy of the experts",
+        "(max(1, min(ranks / pipeline, experts)) * pipeline if shard > 1 else expert * pipeline) if expert > 1"
+        " else max(1, min(shard * context, experts)) * tensor * pipeline if shard > 1 else weight_share",
+        "ranks that share one copy of the experts, of which each holds whole ones where they are sharded (FSDP2 cuts the first dimension)",
     ),
     Row(
         "rank_tables",
