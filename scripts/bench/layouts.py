@@ -120,14 +120,12 @@ def count(case: Case) -> Stored:
 
 
 def markdown(rows: list[Stored]) -> str:
-    """The table of the documentation: whole models alone."""
+    """The table of the documentation."""
     lines = [
         "| model, layout | weights, gradients, optimizer | step | collectives of one step: calls, GB |",
         "| --- | --- | --- | --- |",
     ]
     for row in rows:
-        if row["layers"] is not None:
-            continue
         layout = Layout(**row["layout"])
         place = ", last stage" if row["rank"] else ", first stage" if layout.pipeline > 1 else ""
         state = " + ".join(f"{row[f'{part}_bytes'] / 1e9:.2f}" for part in ("weights", "gradients", "optimizer"))
@@ -136,6 +134,7 @@ def markdown(rows: list[Stored]) -> str:
             for one in row["collectives"]
             if one["bytes"] >= 5_000_000
         )
+        place += f", {row['layers']} layers" * (row["layers"] is not None) + ", nothing recomputed" * (not row["is_checkpointed"])
         parallel = ", ".join(f"{kind} {size:,}" for kind, size in row["layout"].items())
         lines.append(f"| {row['model'].split('/')[1]}, {parallel}{place} | {state} | {row['step_bytes'] / 1e9:.2f} | {sent} |")
     return "\n".join(lines) + "\n"

@@ -89,7 +89,8 @@ def test_the_bill_of_235b_with_experts_apart() -> None:
 
 
 def test_the_bill_of_671b_with_a_latent_cache() -> None:
-    """N = 671.026 B, sharded over 352, of which 256 hold an expert of each layer: 16 (N - X) / 352 + 16 X / 256 = 41.65 GB. Engines over 64 = 8 x 8: 2 N / 64 = 20.97 GB, and as much staged.
+    """N = 671.026 B, sharded over 352, of which 256 hold an expert of each layer: 16 (N - X) / 352 + 16 X / 256 = 41.65 GB.
+    Engines over 64 = 8 x 8: 2 N / 64 = 20.97 GB, and as much staged.
 
     A latent vector is on every rank of a stage, however many share its heads: 61 / 8 layers x 576 x 2 bytes = 8,784.
     """
