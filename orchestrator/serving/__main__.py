@@ -10,6 +10,7 @@ import functools
 import json
 import secrets
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.listening import listen, remember, server_of
-from pipelinerl.launch.run_folder import TINKER_FILE
+from pipelinerl.launch.run_folder import SERVING_FILE, TINKER_FILE
 from pipelinerl.messages import FromEngine, FromServingTrainer, LayoutFixed, Stop
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.machine import cores_and_devices
@@ -38,7 +39,9 @@ from pipelinerl.runtime.process import ask_to_replace, crash_report, end_stuck
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch, guarded, wait_for
 from pipelinerl.tinker.backend import Weights
+from pipelinerl.tinker.dispatch import Dispatch
 from pipelinerl.tinker.futures import Futures
+from pipelinerl.tinker.ledger import Ledger
 from pipelinerl.tinker.provenance import Provenance
 from pipelinerl.tinker.sampling import Sampled
 from pipelinerl.tinker.server import Tinker
@@ -70,6 +73,7 @@ class _Server:
         self._section = section
         self._run_folder = run_folder
         self._journal = Journal(run_folder, "orchestrator")
+        self._ledger = Ledger(run_folder / SERVING_FILE)
         self._watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
         self._has_begun = False
         address = address_of(config.run.interface)
@@ -88,7 +92,7 @@ class _Server:
         )
         self._trainer = Trainer(
             self._peers(self._trainer_hub, "trainer", 1, silent_after_s=config.trainer.silent_after_s, failure_ends_run=True),
-            on_lost=self._on_trainer_lost,
+            on_another=self._on_another_trainer,
             first_request_id=int(1e6 * self._journal.clock()),
         )
         pins = config.lora.rank > 0
@@ -101,11 +105,32 @@ class _Server:
             commit_deadline_s=config.pipeline.stall_limit_s,
             layout=self._layout,
             num_steps=lambda model_id: num_steps[model_id],
+            ledger=self._ledger,
         )
         self._backend = ServingBackend(
             engines=self._engines, trainer=self._trainer, published=self._published, num_steps=num_steps, pins=pins
         )
-        self._sessions = Sessions(config.run.folder.absolute() / "saved")
+        self._sessions = Sessions(config.run.folder.absolute() / "saved", ledger=self._ledger, now_s=time.monotonic())
+        provenance = Provenance(self._backend.publications, ledger=self._ledger)
+        self._training = Training(
+            backend=self._backend,
+            sessions=self._sessions,
+            provenance=provenance,
+            journal=self._journal.write,
+            rank=config.lora.rank,
+            max_staleness=section.max_staleness,
+            is_base=functools.partial(is_base, config.model.path),
+        )
+        self._dispatch = Dispatch(
+            ledger=self._ledger,
+            training=self._training,
+            backend=self._backend,
+            folder=run_folder.absolute() / "checkpoints",
+            checkpoint_every=section.checkpoint_every,
+            max_held_bytes=section.max_held_bytes,
+            caught_up=self._published.caught_up,
+            clock=self._journal.clock,
+        )
 
     async def run(self) -> None:
         """Wait for engines and trainer, listen, and serve until a signal says to stop."""
@@ -116,7 +141,7 @@ class _Server:
         self._journal.write("run", config=self._config.model_dump(mode="json"), derived={}, machine=cores_and_devices())
         peers = (self._engines.peers, self._trainer.peers)
         with contextlib.ExitStack() as at_end:
-            for closing in (self._journal, self._engine_hub, self._trainer_hub):
+            for closing in (self._ledger, self._journal, self._engine_hub, self._trainer_hub):
                 at_end.enter_context(contextlib.closing(closing))
             end = functools.partial(end_stuck, self._run_folder, "orchestrator")
             at_end.enter_context(guarded(self._config.pipeline.stall_limit_s, end=end))
@@ -138,6 +163,7 @@ class _Server:
             await wait_for(peers.wait_until_ready(), peer=what, what="to load the model", deadline_s=section.ready_deadline_s)
         self._has_begun = True
         self._published.begin_anew()
+        self._dispatch.restart()
         path = self._run_folder / TINKER_FILE
         before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         api_key = before.get("api_key") or f"tml-{secrets.token_urlsafe(32)}"
@@ -146,35 +172,30 @@ class _Server:
         tinker = self._tinker(futures, api_key=api_key)
         server = server_of(tinker.app(), max_connections=64 + self._section.max_pending)
         remember(path, {"address": address, "port": listener.getsockname()[1], "api_key": api_key})
+        tinker.go_on()
         print(f"listening at {address}", flush=True)
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(tinker.watch_sessions())
+            beside = (group.create_task(tinker.watch_sessions()), group.create_task(self._dispatch.run()))
             serving = group.create_task(server.serve(sockets=[listener]))
             await stopped.wait()
             futures.close()
             server.should_exit = True
             await serving
-            watching.cancel()
+            for task in beside:
+                task.cancel()
 
     def _tinker(self, futures: Futures, *, api_key: str) -> Tinker:
         config, folder = self._config, self._config.model.path
         tokenizer = load_tokenizer(folder)
         ends = stop_tokens_of(folder, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
-        provenance = Provenance(self._backend.publications)
         settings = json.loads((folder / "config.json").read_text())
         return Tinker(
             sessions=self._sessions,
             futures=futures,
-            training=Training(
-                backend=self._backend,
-                sessions=self._sessions,
-                provenance=provenance,
-                journal=self._journal.write,
-                rank=config.lora.rank,
-                max_staleness=self._section.max_staleness,
-                is_base=functools.partial(is_base, folder),
-            ),
-            sampled=Sampled(backend=self._backend, provenance=provenance, ends=ends.ids, vocabulary=vocabulary_of(config)),
+            ledger=self._ledger,
+            training=self._training,
+            dispatch=self._dispatch,
+            sampled=Sampled(backend=self._backend, provenance=self._training.provenance, ends=ends.ids, vocabulary=vocabulary_of(config)),
             section=self._section,
             api_key=api_key,
             model=str(folder),
@@ -194,12 +215,13 @@ class _Server:
         print(reason, flush=True)
         return LayoutFixed(tensors=self._engines.layout(), num_engines=self._config.engine.count, transport=transport)
 
-    def _on_trainer_lost(self) -> None:
-        gone = self._sessions.forget_models()
-        self._journal.write("models_lost", models=gone)
-        print(f"the trainer was started again; {len(gone)} models are lost, but for what was saved of them", flush=True)
+    def _on_another_trainer(self) -> None:
         if self._has_begun:
             self._published.begin_anew()
+            self._dispatch.restart()
+            words = "the trainer was started again; its models are brought from their checkpoints, and what came after is replayed"
+            self._journal.write("trainer_restarted", models=list(self._sessions.models))
+            print(words, flush=True)
 
     def _peers(self, hub: ZmqHub, role: str, expected: int, **options: Any) -> Peers:
         section = self._config.engine if role == "engine" else self._config.trainer

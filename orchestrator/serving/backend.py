@@ -19,9 +19,6 @@ from pipelinerl.messages import (
     Completion,
     Finish,
     Generate,
-    LoadModel,
-    OpenModel,
-    OptimizerStep,
     TrainingAnswer,
     TrainingRequest,
 )
@@ -38,7 +35,7 @@ class ServingBackend:
     def __init__(
         self, *, engines: Engines, trainer: Trainer, published: Publications, num_steps: collections.Counter[str], pins: bool
     ) -> None:
-        """`num_steps` is counted here. `pins`: engines hold several versions side by side, and are told which one to sample under."""
+        """`pins`: engines hold several versions side by side, and are told which one to sample under."""
         self._engines = engines
         self._trainer = trainer
         self._published = published
@@ -54,14 +51,11 @@ class ServingBackend:
     def publications(self) -> Mapping[int, Publication]:
         return self._published.publications
 
+    @property
+    def num_steps(self) -> collections.Counter[str]:
+        return self._num_steps
+
     def train(self, request: TrainingRequest | CloseModel) -> asyncio.Future[TrainingAnswer]:
-        match request:
-            case OptimizerStep():
-                self._num_steps[request.model_id] += 1
-            case OpenModel() | LoadModel() | CloseModel():
-                self._num_steps.pop(request.model_id, None)
-            case _:
-                pass
         return self._trainer.ask(request)
 
     def publish(self, weights: Weights) -> asyncio.Future[int]:

@@ -26,21 +26,21 @@ from pipelinerl.messages import (
     WeightBufferReleased,
 )
 from pipelinerl.runtime.stage import Signal
-from pipelinerl.tinker.backend import Refusal
+from pipelinerl.tinker.backend import Refusal, TrainerLost
 
 PEER = "trainer-0"
-_LOST = "the trainer was lost, and with it every model that was not saved"
 
 
 class Trainer:
-    """Requests under way. A trainer that is lost takes them with it, and all models: they are refused, and `on_lost` is called."""
+    """Requests under way. A trainer that is lost takes them with it, and all models: they fail with `TrainerLost`."""
 
-    def __init__(self, peers: Peers, *, on_lost: Callable[[], None], first_request_id: int = 1) -> None:
-        """Requests are numbered from `first_request_id` on: no two servers of a run may use the same."""
+    def __init__(self, peers: Peers, *, on_another: Callable[[], None], first_request_id: int = 1) -> None:
+        """`on_another` is called when another trainer takes the place of one that was lost. Requests are numbered from `first_request_id`
+        on: no two servers of a run may use the same."""
         self.ready: ServingTrainerReady | None = None
         """The announcement of the process that takes requests; None before the first."""
         self.peers = peers
-        self._on_lost = on_lost
+        self._on_another = on_another
         self._changed = Signal()
         self._numbers = itertools.count(first_request_id)
         self._asked: dict[int, asyncio.Future[TrainingAnswer]] = {}
@@ -57,7 +57,7 @@ class Trainer:
             await self._changed.wait()
 
     def ask(self, request: TrainingRequest | CloseModel) -> asyncio.Future[TrainingAnswer]:
-        """Send a request, under a number of its own; its answer. Fails with `Refusal` where the trainer is lost."""
+        """Send a request, under a number of its own; its answer. Fails with `TrainerLost`, or, where it takes nothing, with `Refusal`."""
         answer: asyncio.Future[TrainingAnswer] = asyncio.get_running_loop().create_future()
         if isinstance(request, CloseModel):
             self._send(request)
@@ -66,18 +66,19 @@ class Trainer:
         request = msgspec.structs.replace(request, request_id=request.request_id or next(self._numbers))
         if (refusal := self._send(request)) is not None:
             answer.set_exception(refusal)
+            answer.exception()  # whoever asked may be gone
         else:
             self._asked[request.request_id] = answer
         return answer
 
     async def publish(self, request: PublishModel) -> PolicyPublished:
-        """Have weights written for the engines. Raises `Refusal`."""
+        """Have weights written for the engines. Raises `Refusal`, `TrainerLost` among these."""
         request = msgspec.structs.replace(request, request_id=next(self._numbers))
         published = self._publishing[request.version] = asyncio.get_running_loop().create_future()
         failed = self.ask(request)
         try:
             await asyncio.wait((published, failed), return_when=asyncio.FIRST_COMPLETED)
-            if published.done():
+            if published.done() and not failed.done():
                 return published.result()
             answer = failed.result()
             words = answer.error if isinstance(answer, RequestFailed) else "the run ends"
@@ -92,9 +93,10 @@ class Trainer:
 
     def _send(self, request: TrainingRequest | CloseModel) -> Refusal | None:
         try:
-            return None if self.peers.send(PEER, request) else Refusal(_LOST, is_asker_wrong=False)
+            self.peers.send(PEER, request)  # where its connection is closed, it comes back, or another takes its place
         except PeerFull:
             return Refusal("the trainer takes nothing: too much waits for it", is_asker_wrong=False)
+        return None
 
     def _on_ready(self, peer: str, ready: ServingTrainerReady) -> None:
         is_another = self.ready is not None and self.ready.process_id != ready.process_id
@@ -103,9 +105,9 @@ class Trainer:
             asked, self._asked = self._asked, {}
             for answer in asked.values():
                 if not answer.done():
-                    answer.set_exception(Refusal(_LOST, is_asker_wrong=False))
+                    answer.set_exception(TrainerLost())
                     answer.exception()  # whoever asked may be gone
-            self._on_lost()
+            self._on_another()
         self._changed.set()
 
     def _on_answer(self, peer: str, said: TrainingAnswer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -15,6 +16,7 @@ from pipelinerl.cli.train import PANEL
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
+from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import roles_of
@@ -28,8 +30,15 @@ from pipelinerl.tinker.settings import served
 commands = typer.Typer()
 
 
-@commands.command(rich_help_panel=PANEL)
-def serve(config_file: ConfigFile, overrides: Overrides = None) -> None:
+@commands.command(cls=resuming.RunCommand, rich_help_panel=PANEL)
+def serve(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="[RUN]", help="go on with this server (its folder, or its name); by itself: the newest"),
+    ] = None,
+) -> None:
     """Serve training loops that are written for Tinker's SDK: start the engines, the trainer and a server for them.
 
     A config needs three lines; data, rewards and the algorithm are the client's own:
@@ -45,7 +54,8 @@ def serve(config_file: ConfigFile, overrides: Overrides = None) -> None:
         export TINKER_API_KEY=tml-...
 
     Then any program that uses the SDK runs as it is, such as `python -m tinker_cookbook.recipes.sl_loop model_name=...`. Ctrl-C ends the
-    server; what clients have saved stays in `<run.folder>/saved`. docs/tinker.md says what is served, and what is not.
+    server; what clients have saved stays in `<run.folder>/saved`. After whatever ended it, `--resume` goes on, under the same address and
+    key, with every client, its models, and what it had asked for. docs/tinker.md says what is served, and what is not.
     """
     settings = served(resolved(load(config_file, overrides=overrides or [], for_run=False)))
     with begin_early(settings) as early:
@@ -54,9 +64,12 @@ def serve(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
         refuse(findings := preflight(settings))
         show(findings, console, Level.NOTE, Level.WARN)
-        run_folder = make_run_folder(settings)
-        console.print(f"run folder: {escape(str(run_folder))}", soft_wrap=True)
+        earlier = resuming.find_server(settings, resume or None) if resume is not None else None
+        run_folder = earlier or make_run_folder(settings)
+        console.print(f"run folder: {escape(str(run_folder))}{', going on' if earlier else ''}", soft_wrap=True)
         with held(run_folder) as lease:
+            if earlier is not None:
+                resuming.make_server_ready(settings, run_folder)
             try:
                 asyncio.run(_launch(settings, run_folder, lease=lease, early=early))
             finally:

@@ -15,7 +15,11 @@ class TinkerSection(Section):
     max_pending: PositiveInt = Field(4096, description="requests of all clients that wait for an answer; more hear 429, and ask again")
     max_held_bytes: PositiveInt = Field(
         1 << 30,
-        description="bytes of requests that wait for an answer, more hear 429; and of answers that are kept, the oldest are forgotten",
+        description="bytes of requests that wait for an answer, and of those that no checkpoint covers, more hear 429; and of answers that"
+        " are kept, the oldest are forgotten",
+    )
+    checkpoint_every: PositiveInt = Field(
+        10, description="optimizer steps of a model between two of its checkpoints; what came after the last is computed again after a loss"
     )
     max_body_bytes: PositiveInt = Field(32 << 20, description="bytes of one request's body")
     session_timeout_s: PositiveFloat = Field(

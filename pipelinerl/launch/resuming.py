@@ -20,7 +20,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run, write_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import peers_of
-from pipelinerl.launch.run_folder import SCRIPT_FILE, forget_endpoints
+from pipelinerl.launch.run_folder import SCRIPT_FILE, SERVING_FILE, forget_endpoints
 from pipelinerl.storage.schema import refusal
 from pipelinerl.transport.keys import make_keys
 
@@ -54,6 +54,8 @@ What may change, among others: rewards and the environment, as code that was men
 `algorithm.correct_reward`, which are about what comes; `sft_stream.coef`, as other coefficients; the method, as far as its groups have as
 many siblings; every size and deadline.
 """
+SERVED_KEYS = ("run.seed", "model.path", "model.dtype", "lora.rank", "lora.alpha", "lora.targets", "batch.max_tokens")
+"""Keys that a resumed server must share with its earlier life: what its models are, and how a pass over data is computed again."""
 SHOWN = 100
 """Characters of each of two long values that differ, from a little before they do."""
 
@@ -99,6 +101,25 @@ def find_run(config: Config, name: str | None = None) -> Found | None:
     return None
 
 
+def find_server(config: Config, name: str | None = None) -> Path | None:
+    """The server's folder of that name; else the newest one of `run.name`, or None where there is none. Raises `ConfigError`."""
+    found = sorted((path.parent for path in config.run.folder.glob(f"{config.run.name}-[0-9]*/{SERVING_FILE}")), key=_last_written)
+    if name is None:
+        return found[-1] if found else None
+    for folder in found:
+        if folder.name == name or folder.absolute() == Path(name).absolute():
+            return folder
+    known = ", ".join(folder.name for folder in found) or "none"
+    raise ConfigError(f"--resume {name}: no server of that folder or name in {config.run.folder}; there are: {known}")
+
+
+def make_server_ready(config: Config, run_folder: Path) -> None:
+    """Make a server's folder ready to go on; only who holds its lease may. Raises `ConfigError` where its models would be others."""
+    before = load_run(run_folder)
+    _refuse([key for key in SERVED_KEYS if _value_of(before, key) != _value_of(config, key)], config, before, run_folder)
+    _forget_processes(config, run_folder)
+
+
 def has_begun(run_folder: Path) -> bool:
     """Return whether there is anything to go on with: a checkpoint, or a rollout that was admitted."""
     if list(run_folder.glob("checkpoints/step-*/manifest.json")):
@@ -128,9 +149,17 @@ def make_ready(config: Config, run_folder: Path, *, in_script: bool = False) -> 
     changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
     if method_of(before).adds_greedy != method_of(config).adds_greedy:  # its groups have one sibling more
         changed.append("algorithm.name")
+    _refuse(changed, config, before, run_folder)
+    _forget_processes(config, run_folder)
+
+
+def _refuse(changed: list[str], config: Config, before: Config, run_folder: Path) -> None:
     if changed:
         changes = "\n".join(f"  - {key} {_difference(_value_of(before, key), _value_of(config, key))}" for key in changed)
         raise ConfigError(f"{run_folder} cannot go on with other settings than it began with:\n{changes}\nKeep them, or start a new run.")
+
+
+def _forget_processes(config: Config, run_folder: Path) -> None:
     write_run(run_folder, config)
     make_keys(run_folder, peers_of(config))
     for path in (run_folder / "failures").glob("*.json"):

@@ -16,6 +16,8 @@ GATEWAY_FILE = "gateway.json"
 
 TINKER_FILE = "tinker.json"
 """The same, of a server of training loops, with the key that clients need."""
+SERVING_FILE = "serving.sqlite"
+"""What a server owes its clients; see `pipelinerl.tinker.ledger`."""
 SCRIPT_FILE = "script.json"
 """In the folder of a run that a script drives: its command line."""
 

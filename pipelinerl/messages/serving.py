@@ -97,6 +97,10 @@ class SaveModel(Message, frozen=True):
     has_optimizer: bool
     """False leaves the optimizer's moments out: the weights are to be sampled from."""
     may_replace: bool = False
+    has_gradient: bool = False
+    """True: with the gradient collected since its last step, if there is any, so that nothing before this has to be asked for again."""
+    save_id: Id = ""
+    """Where the folder was written under the same name, the model is saved already; empty: under none."""
 
 
 class LoadModel(Message, frozen=True):
@@ -106,7 +110,7 @@ class LoadModel(Message, frozen=True):
     model_id: Id
     folder: Id
     has_optimizer: bool
-    """False begins the optimizer anew."""
+    """False begins the optimizer anew; True brings the gradient, too, where the folder holds one."""
 
 
 class PublishModel(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -17,6 +18,13 @@ class Refusal(PipelineError):
     def __init__(self, words: str, *, is_asker_wrong: bool) -> None:
         super().__init__(words)
         self.is_asker_wrong = is_asker_wrong
+
+
+class TrainerLost(Refusal):
+    """The trainer was lost before it answered. What stands in the ledger is handed to the next one."""
+
+    def __init__(self) -> None:
+        super().__init__("the trainer was lost before it answered; try again", is_asker_wrong=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +61,19 @@ class Backend(Protocol):
         """By version."""
         ...
 
+    @property
+    def num_steps(self) -> collections.Counter[str]:
+        """Optimizer steps of each model that the trainer was asked for; who asks counts them."""
+        ...
+
     def train(self, request: TrainingRequest | CloseModel) -> asyncio.Future[TrainingAnswer]:
         """Have the trainer carry out a request, after all those asked for before it; its `request_id` is given here. The answer may be
-        `RequestFailed`. Fails with `Refusal` where no trainer answers."""
+        `RequestFailed`. Fails with `TrainerLost`, or where it takes no more with `Refusal`."""
         ...
 
     def publish(self, weights: Weights) -> asyncio.Future[int]:
-        """Bring a model, as it is once all that was asked of the trainer is done, to the engines; its version. Fails with `Refusal`."""
+        """Bring a model, as it is once all that was asked of the trainer is done, to the engines; its version. Fails with `Refusal`,
+        `TrainerLost` among these."""
         ...
 
     async def sample(self, weights: Weights, requests: Sequence[Generate]) -> Sequence[Completion]:

@@ -1,7 +1,8 @@
 """Requests under way and their answers. A request that is sent again (the same owner, the same number) is the same future.
 
 An answer stays for `KEPT_S` after it was made, so that a reply that was lost on its way can be asked for again; then its future is
-forgotten, and the client hears 410. Where answers take more than `max_held_bytes`, the oldest are forgotten sooner.
+forgotten, and the client hears 410. Where answers take more than `max_held_bytes`, the oldest are forgotten sooner. Answers of requests
+that stand in the ledger are kept there instead.
 """
 
 from __future__ import annotations
@@ -9,32 +10,27 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import itertools
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from pipelinerl.tinker.backend import Refusal
+from pipelinerl.tinker.ledger import Answer
 
 KEPT_S = 900.0
 """Longer keeps more memory; shorter forgets what a client that was away for a while has still to fetch."""
 POLL_S = 20.0
 """Longest wait of one `retrieve_future`; the client asks again. Its own limit is 45 s."""
 
-Answer = bytes | Mapping[str, Any]
-"""Protobuf, or an object of JSON."""
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Future:
-    key: Hashable
-    reply: Mapping[str, Any]
     task: asyncio.Future[Answer]
     num_bytes: int
     """Of the request while it waits, of the answer from then on."""
+    is_in_ledger: bool
     done_at: float | None = None
 
 
@@ -42,8 +38,6 @@ class Futures:
     """All futures of one server."""
 
     def __init__(self, *, max_pending: int, max_held_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_repeated = 0
-        """Requests that were sent again."""
         self.num_pending = 0
         """Requests without an answer so far."""
         self.num_pending_bytes = 0
@@ -52,16 +46,10 @@ class Futures:
         """Bytes of answers."""
         self._max_pending, self._max_held_bytes = max_pending, max_held_bytes
         self._clock = clock
-        self._numbers = itertools.count()
         self._futures: collections.OrderedDict[str, _Future] = collections.OrderedDict()
-        self._by_key: dict[Hashable, str] = {}
 
-    def known(self, key: Hashable) -> Mapping[str, Any] | None:
-        """Return the reply to a request that was made before; None for a new one."""
-        if (request_id := self._by_key.get(key)) is None:
-            return None
-        self.num_repeated += 1
-        return self._futures[request_id].reply
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._futures
 
     @property
     def is_full(self) -> bool:
@@ -69,16 +57,13 @@ class Futures:
         self._forget()
         return self.num_pending >= self._max_pending or self.num_pending_bytes >= self._max_held_bytes
 
-    def begin(self, key: Hashable, work: Awaitable[Answer], *, num_bytes: int, **reply: Any) -> Mapping[str, Any]:
-        """Take a request whose body has so many bytes; return the reply to it."""
-        request_id = f"request-{next(self._numbers)}"
+    def begin(self, request_id: str, work: Awaitable[Answer], *, num_bytes: int, is_in_ledger: bool = False) -> None:
+        """Take a request whose body has so many bytes. `is_in_ledger`: its answer is kept there, but for one that fails."""
         task = asyncio.ensure_future(work)
-        future = self._futures[request_id] = _Future(key=key, reply={"request_id": request_id, **reply}, task=task, num_bytes=num_bytes)
-        self._by_key[key] = request_id
+        future = self._futures[request_id] = _Future(task=task, num_bytes=num_bytes, is_in_ledger=is_in_ledger)
         self.num_pending += 1
         self.num_pending_bytes += num_bytes
-        task.add_done_callback(lambda _: self._done(future))
-        return future.reply
+        task.add_done_callback(lambda _: self._done(request_id, future))
 
     async def answer(self, request_id: str, *, wait_s: float = POLL_S) -> Answer | None:
         """Wait for an answer; None where it is not there in time. Raises `KeyError` for a request that is not known, or not any more."""
@@ -106,11 +91,14 @@ class Futures:
         for future in self._futures.values():
             future.task.cancel()
 
-    def _done(self, future: _Future) -> None:
+    def _done(self, request_id: str, future: _Future) -> None:
         future.done_at = self._clock()
         self.num_pending -= 1
         self.num_pending_bytes -= future.num_bytes
         error = None if future.task.cancelled() else future.task.exception()
+        if future.is_in_ledger and not future.task.cancelled() and error is None:
+            self._futures.pop(request_id, None)
+            return
         future.num_bytes = 0 if future.task.cancelled() or error is not None else _size_of(future.task.result())
         self._num_kept_bytes += future.num_bytes
         self._forget()
@@ -128,7 +116,7 @@ class Futures:
             self._num_kept_bytes -= future.num_bytes
             forgotten.append(request_id)
         for request_id in forgotten:
-            del self._by_key[self._futures.pop(request_id).key]
+            del self._futures[request_id]
 
 
 def _size_of(answer: Answer) -> int:

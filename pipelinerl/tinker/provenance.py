@@ -12,11 +12,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from pipelinerl.messages import Int32, Mask
 from pipelinerl.tinker.backend import Publication
+from pipelinerl.tinker.ledger import Ledger
 
 MAX_TOKENS = 16 << 20
 """Tokens of sequences that are remembered, the newest: 9 bytes each. With fewer, what waits for long before it is trained on is unknown."""
@@ -63,6 +65,17 @@ class Facts:
         """Of the oldest token; 0 where none has an age."""
         return max(self.ages, default=0)
 
+    def record(self) -> dict[str, Any]:
+        """Return them as JSON holds them."""
+        counts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "ages"}
+        return counts | {"ages": {str(age): count for age, count in self.ages.items()}}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Facts:
+        """Read what `record` returned; nothing of an empty one."""
+        ages = collections.Counter({int(age): count for age, count in record.get("ages", {}).items()})
+        return cls(**{name: count for name, count in record.items() if name != "ages"}, ages=ages)
+
     def metrics(self) -> dict[str, float]:
         """Return them as a client logs them; mean and maximum of the ages."""
         num = self.ages.total()
@@ -90,21 +103,27 @@ class _Sequence:
 
 
 class Provenance:
-    """All sampled sequences that are remembered."""
+    """All sampled sequences that are remembered, here and in the ledger."""
 
-    def __init__(self, publications: Mapping[int, Publication], *, max_tokens: int = MAX_TOKENS) -> None:
-        self._publications = publications
+    def __init__(self, publications: Mapping[int, Publication], *, ledger: Ledger, max_tokens: int = MAX_TOKENS) -> None:
+        self._publications, self._ledger = publications, ledger
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._sequences: collections.OrderedDict[str, _Sequence] = collections.OrderedDict()
+        for sequence_id, tokens, versions in ledger.sequences():
+            self._remember(sequence_id, tokens=np.frombuffer(tokens, np.int32), versions=np.frombuffer(versions, np.int32))
+        for sequence_id, model_id, start, length in ledger.trained():
+            self._mark(sequence_id, model_id, start=start, length=length)
 
     def sampled(self, sequence_id: str, *, tokens: Int32, versions: Int32) -> None:
         """Remember a sequence."""
-        self._sequences[sequence_id] = _Sequence(tokens=tokens, versions=versions)
-        self._num_tokens += len(tokens)
+        tokens, versions = tokens.astype(np.int32), versions.astype(np.int32)
+        self._ledger.add_sequence(sequence_id, tokens=tokens.tobytes(), versions=versions.tobytes())
+        self._remember(sequence_id, tokens=tokens, versions=versions)
         while self._num_tokens > self._max_tokens and len(self._sequences) > 1:
-            _, oldest = self._sequences.popitem(last=False)
+            oldest_id, oldest = self._sequences.popitem(last=False)
             self._num_tokens -= len(oldest.tokens)
+            self._ledger.remove_sequence(oldest_id)
 
     def look(self, spans: Iterable[Span], *, targets: Int32, model_id: str, num_steps: int) -> Facts:
         """Find out what is known of a datum's targets [R]; `num_steps` is where the model stands."""
@@ -116,11 +135,24 @@ class Provenance:
         return facts
 
     def trained(self, spans: Iterable[Span], *, model_id: str) -> None:
-        """Note that a model was trained on a datum's sampled tokens."""
+        """Note that a model is trained on the sampled tokens of some data."""
+        marks: list[tuple[str, str, int, int]] = []
         for span in spans:
-            if span.is_sampled and (sequence := self._sequences.get(span.sequence_id)) is not None:
-                done = sequence.trained.setdefault(model_id, np.zeros(len(sequence.tokens), np.bool_))
-                done[span.offset : span.offset + span.length] = True
+            if span.is_sampled and span.sequence_id in self._sequences:
+                marks.append((span.sequence_id, model_id, span.offset, span.length))
+                self._mark(span.sequence_id, model_id, start=span.offset, length=span.length)
+        self._ledger.was_trained(marks)
+
+    def _remember(self, sequence_id: str, *, tokens: Int32, versions: Int32) -> None:
+        if (before := self._sequences.pop(sequence_id, None)) is not None:
+            self._num_tokens -= len(before.tokens)
+        self._sequences[sequence_id] = _Sequence(tokens=tokens, versions=versions)
+        self._num_tokens += len(tokens)
+
+    def _mark(self, sequence_id: str, model_id: str, *, start: int, length: int) -> None:
+        if (sequence := self._sequences.get(sequence_id)) is not None:
+            done = sequence.trained.setdefault(model_id, np.zeros(len(sequence.tokens), np.bool_))
+            done[start : start + length] = True
 
     def _look_at(self, span: Span, targets: Int32, facts: Facts, *, model_id: str, num_steps: int) -> None:
         sequence = self._sequences.get(span.sequence_id)

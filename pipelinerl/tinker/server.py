@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -27,10 +27,13 @@ from pipelinerl.gateway.limits import SendDeadline, read_body, read_json
 from pipelinerl.gateway.refusal import RequestRefused, wrong
 from pipelinerl.tinker import asks, data
 from pipelinerl.tinker.backend import Refusal, Weights
-from pipelinerl.tinker.futures import Answer, Futures
+from pipelinerl.tinker.data import Gradient
+from pipelinerl.tinker.dispatch import Dispatch
+from pipelinerl.tinker.futures import Futures
+from pipelinerl.tinker.ledger import Answer, Kind, Ledger
 from pipelinerl.tinker.sampling import Sampled
 from pipelinerl.tinker.sessions import Sampler, Sessions
-from pipelinerl.tinker.training import Training
+from pipelinerl.tinker.training import Said, Training, model_of
 
 API = "/api/v1/"
 LOOK_EVERY_S = 5.0
@@ -49,7 +52,9 @@ class Tinker:
 
     sessions: Sessions
     futures: Futures
+    ledger: Ledger
     training: Training
+    dispatch: Dispatch
     sampled: Sampled
     section: TinkerSection
     api_key: str
@@ -92,13 +97,18 @@ class Tinker:
         handlers: dict[Any, Any] = {HTTPException: _on_http_exception, Exception: _on_bug}
         return Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(SendDeadline)])
 
+    def go_on(self) -> None:
+        """Take up what an earlier server did not answer."""
+        for request_id, answer, num_bytes in self.dispatch.unanswered():
+            self.futures.begin(request_id, answer, num_bytes=num_bytes, is_in_ledger=True)
+
     async def watch_sessions(self) -> None:
         """End sessions whose clients have fallen silent, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for session_id in self.sessions.silent(since_s=self.clock() - self.section.session_timeout_s):
                 self.training.journal("session_silent", session_id=session_id)
-                self.training.close(self.sessions.finish(session_id))
+                self.dispatch.close(self.sessions.finish(session_id))
 
     # --- clients ---
 
@@ -134,7 +144,7 @@ class Tinker:
 
     async def finish_session(self, request: Request) -> Response:
         await self._body(request)
-        self.training.close(self.sessions.finish(request.path_params["session_id"]))
+        self.dispatch.close(self.sessions.finish(request.path_params["session_id"]))
         return _json({})
 
     # --- training ---
@@ -142,8 +152,8 @@ class Tinker:
     async def create_model(self, request: Request) -> Response:
         ask = await self._ask(request, asks.CreateModel)
         self._heard(ask.session_id)
-        model_id = f"{ask.session_id}:train:{ask.model_seq_id}"
-        return self._begin(request, ("create_model", model_id), lambda: self.training.create(ask, model_id=model_id), model_id=model_id)
+        model_id = model_of(ask)
+        return self._accept(request, Kind.CREATE, ask, request_id=f"{model_id}/create", model_id=model_id)
 
     async def get_info(self, request: Request) -> Response:
         ask = await self._ask(request, asks.OfModel)
@@ -155,37 +165,38 @@ class Tinker:
         ask = await self._ask(request, asks.OfModel)
 
         async def unloaded() -> Answer:
-            return self.training.unload(ask.model_id)
+            self.sessions.model(ask.model_id)
+            del self.sessions.models[ask.model_id]
+            self.dispatch.close([ask.model_id])
+            return {"model_id": ask.model_id, "type": "unload_model"}
 
-        return self._begin(request, ("unload", ask.model_id), unloaded)
+        return self._begin(request, f"{ask.model_id}/unload", unloaded)
 
     async def forward_backward(self, request: Request) -> Response:
         body = await read_body(request, max_bytes=self.section.max_body_bytes, key="tinker.max_body_bytes")
         if encoding := request.headers.get("content-encoding"):
             raise RequestRefused(415, f"the body is encoded as {encoding}; client/config does not ask for that", code="encoding")
         asked = data.read(body)
-        return self._begin(request, ("model", asked.model_id, asked.seq_id), lambda: self.training.forward_backward(asked))
+        return self._accept(request, Kind.PASS, asked, request_id=_name(asked), body=body)
 
     async def optim_step(self, request: Request) -> Response:
         ask = await self._ask(request, asks.OptimStep)
-        return self._begin(request, ("model", ask.model_id, ask.seq_id), lambda: self.training.optim_step(ask))
+        return self._accept(request, Kind.STEP, ask, request_id=_name(ask))
 
     async def save_weights(self, request: Request) -> Response:
         ask = await self._ask(request, asks.SaveWeights)
-        return self._begin(request, ("model", ask.model_id, ask.seq_id), lambda: self.training.save(ask))
+        return self._accept(request, Kind.SAVE, ask, request_id=_name(ask))
 
     async def load_weights(self, request: Request) -> Response:
         ask = await self._ask(request, asks.LoadWeights)
         if ask.session_id is not None:
             self._heard(ask.session_id)
-        key = (
-            ("create_model", f"{ask.session_id}:train:{ask.model_seq_id}") if ask.model_id is None else ("model", ask.model_id, ask.seq_id)
-        )
-        return self._begin(request, key, lambda: self.training.load(ask))
+        name = f"{model_of(ask)}/create" if ask.model_id is None else _name(ask)
+        return self._accept(request, Kind.LOAD, ask, request_id=name)
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         ask = await self._ask(request, asks.SaveForSampler)
-        return self._begin(request, ("model", ask.model_id, ask.seq_id), lambda: self.training.save_for_sampler(ask))
+        return self._accept(request, Kind.SAVE_FOR_SAMPLER, ask, request_id=_name(ask))
 
     async def weights_info(self, request: Request) -> Response:
         ask = await self._ask(request, asks.WeightsPath)
@@ -220,23 +231,27 @@ class Tinker:
         if ask.sampling_session_id is None or ask.seq_id is None:
             raise wrong("asample: expected sampling_session_id and seq_id, as create_sampling_session gives them")
         sampler = self._sampler(ask.sampling_session_id)
-        key = ("sample", sampler.sampler_id, ask.seq_id)
         names = [f"{sampler.sampler_id}/{ask.seq_id}/{number}" for number in range(ask.num_samples)]
 
         def sampled() -> Awaitable[Answer]:
             requests = self.sampled.requests(ask, names=names)
             return self.sampled.answer(sampler.weights, requests, last_n=ask.prompt_logprobs_last_n)
 
-        return self._begin(request, key, sampled, sample_sequence_ids=names)
+        return self._begin(request, f"{sampler.sampler_id}/{ask.seq_id}", sampled, sample_sequence_ids=names)
 
     # --- futures ---
 
     async def retrieve_future(self, request: Request) -> Response:
         ask = await self._ask(request, asks.RetrieveFuture)
-        try:
+        is_gone = False
+        answer: Answer | None = None
+        if ask.request_id in self.futures:
             answer = await self.futures.answer(ask.request_id)
-        except KeyError:
-            raise RequestRefused(410, f"request {ask.request_id} is not known, or its answer was kept long enough", code="gone") from None
+        else:
+            answer = self.ledger.answer_of(ask.request_id)
+            is_gone = answer is None
+        if is_gone:
+            raise RequestRefused(410, f"request {ask.request_id} is not known, or its answer was kept long enough", code="gone")
         if answer is None:
             return _json({"type": "try_again", "request_id": ask.request_id, "queue_state": "active"}, status=408)
         if isinstance(answer, bytes):
@@ -248,19 +263,38 @@ class Tinker:
         self.futures.cancel(ask.request_id)
         return _json({})
 
-    def _begin(self, request: Request, key: Hashable, work: Callable[[], Awaitable[Answer]], **reply: Any) -> Response:
-        """Take a request, unless it was taken before; what is refused of it is its answer."""
-        if (known := self.futures.known(key)) is not None:
-            return _json(known)
+    def _begin(self, request: Request, request_id: str, work: Callable[[], Awaitable[Answer]], **reply: Any) -> Response:
+        """Take a request that is gone with the server, unless it was taken before; what is refused of it is its answer."""
+        if request_id not in self.futures:
+            self._check_room()
+            try:
+                begun = work()
+            except Refusal as refusal:
+                begun = _refused(refusal)
+            self.futures.begin(request_id, begun, num_bytes=request.state.num_bytes)
+        return _json({"request_id": request_id, **reply})
+
+    def _accept(self, request: Request, kind: Kind, said: Said, *, request_id: str, body: bytes = b"", **reply: Any) -> Response:
+        """Take a request that outlives the server, unless it was taken before; what is refused of it is its answer."""
+        if request_id not in self.futures and not self.ledger.is_known(request_id):
+            self._check_room()
+            try:
+                begun = self.dispatch.accept(request_id, kind, said, body or msgspec.json.encode(said))
+                is_in_ledger = True
+            except Refusal as refusal:
+                begun, is_in_ledger = _refused(refusal), False
+            self.futures.begin(request_id, begun, num_bytes=request.state.num_bytes, is_in_ledger=is_in_ledger)
+        return _json({"request_id": request_id, **reply})
+
+    def _check_room(self) -> None:
         if self.futures.is_full:
             held = f"{self.futures.num_pending} requests of {self.futures.num_pending_bytes:,} bytes wait for an answer"
             words = f"{held}, as many as may (tinker.max_pending, tinker.max_held_bytes): try again later"
             raise RequestRefused(429, words, code="busy", retry_after_s=1)
-        try:
-            begun = work()
-        except Refusal as refusal:
-            begun = _refused(refusal)
-        return _json(self.futures.begin(key, begun, num_bytes=request.state.num_bytes, **reply))
+        if self.dispatch.is_full:
+            held = f"{self.ledger.num_held_bytes:,} bytes of requests are held until a checkpoint covers them"
+            words = f"{held}, as many as may (tinker.max_held_bytes): try again later"
+            raise RequestRefused(429, words, code="busy", retry_after_s=1)
 
     # --- what is named ---
 
@@ -317,6 +351,11 @@ class Tinker:
                 return _refusal(refusal)
 
         return Route(API + name, answer, methods=[method], name=name)
+
+
+def _name(ask: Gradient | asks.OptimStep | asks.SaveWeights | asks.SaveForSampler | asks.LoadWeights) -> str:
+    """The name of a request by its model and the client's number for it."""
+    return f"{ask.model_id}/{ask.seq_id}"
 
 
 async def _refused(refusal: Refusal) -> Answer:

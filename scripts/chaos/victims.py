@@ -10,6 +10,7 @@ from pipelinerl.runtime.process import ancestors
 
 _MODULES = {
     "orchestrator": "orchestrator",
+    "orchestrator.serving": "orchestrator",
     "pipelinerl.engine": "engine",
     "pipelinerl.gateway": "gateway",
     "pipelinerl.rewards": "scorer",

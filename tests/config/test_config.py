@@ -501,6 +501,7 @@ KEYS = [
     "tinker.port",
     "tinker.max_pending",
     "tinker.max_held_bytes",
+    "tinker.checkpoint_every",
     "tinker.max_body_bytes",
     "tinker.session_timeout_s",
     "tinker.max_staleness",

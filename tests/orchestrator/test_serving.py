@@ -34,7 +34,6 @@ from pipelinerl.messages import (
     Generate,
     LayoutFixed,
     OpenModel,
-    OptimizerStep,
     PolicyPublished,
     PublishModel,
     RequestDone,
@@ -49,7 +48,8 @@ from pipelinerl.messages import (
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
-from pipelinerl.tinker.backend import Publication, Refusal, Weights
+from pipelinerl.tinker.backend import Publication, Refusal, TrainerLost, Weights
+from pipelinerl.tinker.ledger import Ledger
 from tests.sim.memory import MemoryHub
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -104,7 +104,7 @@ class Desk:
         self.engines = Engines(
             engines, expected=1, watch=Watch(stall_limit_s=1000.0), credits=Signal(), completion_check=CompletionCheck(vocabulary=1000)
         )
-        self.trainer = Trainer(trainers, on_lost=self.lost)
+        self.trainer = Trainer(trainers, on_another=self.lost)
         steps: collections.Counter[str] = collections.Counter()
         self.published = Publications(
             engines=self.engines,
@@ -114,7 +114,9 @@ class Desk:
             commit_deadline_s=5.0,
             layout=lambda: LayoutFixed(tensors=()),
             num_steps=lambda model_id: steps[model_id],
+            ledger=Ledger(None),
         )
+        self.published.caught_up.set()
         self.backend = ServingBackend(
             engines=self.engines, trainer=self.trainer, published=self.published, num_steps=steps, pins=num_places > 0
         )
@@ -250,9 +252,7 @@ def test_whole_weights_wait_until_nobody_needs_those_that_are_there(tmp_path: Pa
 def test_what_is_sampled_in_flight_goes_on_under_what_the_same_model_publishes(tmp_path: Path) -> None:
     async def test(desk: Desk) -> None:
         live = Weights(model_id="m")
-        await desk.backend.train(
-            OptimizerStep(request_id=0, model_id="m", learning_rate=1.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0, max_grad_norm=0)
-        )
+        desk.backend.num_steps["m"] += 1
         assert await desk.backend.publish(live) == 1
         said = asyncio.ensure_future(desk.sample(live, "a", max_tokens=40))
         await turns(12)
@@ -284,7 +284,7 @@ def test_weights_that_an_engine_refuses_are_an_error_and_the_next_are_taken(tmp_
             await desk.sample(SNAPSHOT, "a")
         assert not refused.value.is_asker_wrong
         desk.says = desk.answer
-        assert set((await desk.sample(SNAPSHOT, "b")).versions.tolist()) == {2}
+        assert set((await desk.sample(SNAPSHOT, "b")).versions.tolist()) == {3}, "they were brought twice"
 
     run(test, tmp_path, num_places=0)
 
@@ -301,9 +301,27 @@ def test_after_a_refusal_nobody_knows_what_engines_hold(tmp_path: Path) -> None:
         with pytest.raises(Refusal):
             await desk.backend.publish(live)
         desk.says = desk.answer
-        assert set((await desk.sample(live, "a")).versions.tolist()) == {3}, "some engines may have taken it, and others not"
+        assert set((await desk.sample(live, "a")).versions.tolist()) == {4}, "some engines may have taken it, and others not"
 
     run(test, tmp_path, num_places=0)
+
+
+def test_weights_are_brought_again_where_an_engine_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(desk: Desk) -> None:
+        send, lost = desk.engines.peers.send, list[Any]()
+
+        def send_but_the_first(peer: str, message: Any) -> bool:
+            if isinstance(message, StageWeights) and not lost:
+                lost.append(message)
+                asyncio.get_running_loop().call_soon(desk.published._on_joined, next(iter(desk.engines)))
+                return True
+            return send(peer, message)
+
+        monkeypatch.setattr(desk.engines.peers, "send", send_but_the_first)
+        assert set((await desk.sample(SNAPSHOT, "a")).versions.tolist()) == {2}
+        assert lost[0].version == 1
+
+    run(test, tmp_path, num_places=3)
 
 
 def test_what_the_trainer_refuses_is_the_askers_answer(tmp_path: Path) -> None:
@@ -326,7 +344,7 @@ def test_a_lost_trainer_takes_what_it_was_asked_with_it(tmp_path: Path) -> None:
         waiting = desk.backend.train(OpenModel(request_id=0, model_id="m"))
         await turns()
         again = asyncio.ensure_future(desk.serve_trainer(process_id=2))
-        with pytest.raises(Refusal, match="the trainer was lost"):
+        with pytest.raises(TrainerLost):
             await waiting
         assert desk.num_lost == 1
         again.cancel()

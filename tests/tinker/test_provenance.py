@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.tinker.backend import Publication
+from pipelinerl.tinker.ledger import Ledger
 from pipelinerl.tinker.provenance import Facts, Provenance, Span
 
 PUBLICATIONS = {
@@ -17,7 +18,7 @@ PUBLICATIONS = {
 
 
 def provenance(**options: int) -> Provenance:
-    found = Provenance(PUBLICATIONS, **options)
+    found = Provenance(PUBLICATIONS, ledger=Ledger(None), **options)
     found.sampled("s/0", tokens=np.array([7, 8, 9], np.int32), versions=np.array([1, 1, 2], np.int32))
     return found
 
@@ -59,7 +60,7 @@ def test_what_another_model_sampled_has_no_age():
 
 
 def test_the_base_is_as_old_as_the_model_has_steps():
-    found = Provenance(PUBLICATIONS)
+    found = Provenance(PUBLICATIONS, ledger=Ledger(None))
     found.sampled("s/0", tokens=np.array([7], np.int32), versions=np.array([0], np.int32))
     assert look(found, targets=[0, 7], length=1).ages == {6: 1}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from pipelinerl.messages import (
 )
 from pipelinerl.tinker import wire
 from pipelinerl.tinker.backend import Publication, Refusal, Weights
-from pipelinerl.tinker.futures import Answer, Futures
+from pipelinerl.tinker.dispatch import Dispatch
+from pipelinerl.tinker.futures import Futures
+from pipelinerl.tinker.ledger import Ledger
 from pipelinerl.tinker.provenance import Provenance
 from pipelinerl.tinker.sampling import Sampled
 from pipelinerl.tinker.server import Tinker
@@ -48,6 +52,7 @@ class AnsweringBackend:
 
     def __init__(self) -> None:
         self.publications = {0: Publication(model_id="", num_steps=0)}
+        self.num_steps: collections.Counter[str] = collections.Counter()
         self.trained: list[TrainingRequest | CloseModel] = []
         self.sampled: list[tuple[Weights, Sequence[Generate]]] = []
         self.fails: str | None = None
@@ -64,7 +69,7 @@ class AnsweringBackend:
             answer.set_result(OptimizerStepDone(request_id=1, grad_norm=0.5, learning_rate=1e-3))
         else:
             if isinstance(request, SaveModel):
-                Path(request.folder).mkdir(parents=True)
+                Path(request.folder).mkdir(parents=True, exist_ok=True)
             answer.set_result(RequestDone(request_id=1))
         return answer
 
@@ -123,33 +128,52 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def served(folder: Path, *, max_staleness: int | None = None, **section: Any) -> AsyncIterator[Client]:
-    backend, sessions = AnsweringBackend(), Sessions(folder)
-    provenance = Provenance(backend.publications)
+    backend, ledger = AnsweringBackend(), Ledger(None)
+    sessions = Sessions(folder / "saved", ledger=ledger, now_s=0.0)
+    provenance = Provenance(backend.publications, ledger=ledger)
     lines: list[tuple[str, dict[str, Any]]] = []
+    max_held_bytes = section.pop("max_held_bytes", 1 << 20)
+    training = Training(
+        backend=backend,
+        sessions=sessions,
+        provenance=provenance,
+        journal=lambda kind, **fields: lines.append((kind, fields)),
+        rank=8,
+        max_staleness=max_staleness,
+        is_base=lambda name: name == "my-model",
+    )
+    dispatch = Dispatch(
+        ledger=ledger,
+        training=training,
+        backend=backend,
+        folder=folder / "checkpoints",
+        checkpoint_every=section.pop("checkpoint_every", 10),
+        max_held_bytes=max_held_bytes,
+        caught_up=asyncio.Event(),
+        clock=time.time,
+    )
     tinker = Tinker(
         sessions=sessions,
-        futures=Futures(max_pending=section.pop("max_pending", 64), max_held_bytes=section.pop("max_held_bytes", 1 << 20)),
-        training=Training(
-            backend=backend,
-            sessions=sessions,
-            provenance=provenance,
-            journal=lambda kind, **fields: lines.append((kind, fields)),
-            rank=8,
-            max_staleness=max_staleness,
-            is_base=lambda name: name == "my-model",
-        ),
+        futures=Futures(max_pending=section.pop("max_pending", 64), max_held_bytes=max_held_bytes),
+        ledger=ledger,
+        training=training,
+        dispatch=dispatch,
         sampled=Sampled(backend=backend, provenance=provenance, ends=(2,), vocabulary=100),
         section=TinkerSection(**section),
         api_key=KEY,
         model="my-model",
         architecture="qwen2",
     )
+    dispatch.restart()
+    running = asyncio.ensure_future(dispatch.run())
     transport = httpx.ASGITransport(app=tinker.app(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": KEY}) as http:
         client = Client(http, backend, tinker)
         client.lines = lines
         yield client
+    running.cancel()
     tinker.futures.close()
+    ledger.close()
 
 
 def run(test: Callable[[Client], Awaitable[None]], folder: Path, **options: Any) -> None:
@@ -199,6 +223,7 @@ def test_a_request_that_is_sent_again_is_not_carried_out_again(tmp_path: Path):
         model = await client.model()
         first, again = [await client.passes(of_model(model)) for _ in range(2)]
         assert first.json() == again.json()
+        await client.post("retrieve_future", request_id=first.json()["request_id"])
         assert sum(isinstance(one, ForwardBackward) for one in client.backend.trained) == 1
         steps = [(await client.post("optim_step", model_id=model, seq_id=4, adam_params={})).json() for _ in range(2)]
         assert steps[0] == steps[1]
@@ -366,9 +391,9 @@ def test_the_bytes_of_a_request_are_those_of_its_body(tmp_path: Path, monkeypatc
         sizes: list[int] = []
         begin = client.tinker.futures.begin
 
-        def noted(key: Hashable, work: Awaitable[Answer], *, num_bytes: int, **reply: Any) -> Mapping[str, Any]:
+        def noted(request_id: str, work: Awaitable[Any], *, num_bytes: int, **options: bool) -> None:
             sizes.append(num_bytes)
-            return begin(key, work, num_bytes=num_bytes, **reply)
+            begin(request_id, work, num_bytes=num_bytes, **options)
 
         monkeypatch.setattr(client.tinker.futures, "begin", noted)
         session = (await client.post("create_session")).json()["session_id"]
@@ -386,16 +411,17 @@ async def _of(answer: bytes) -> bytes:
 def test_the_oldest_answers_are_forgotten_while_all_of_them_take_too_much():
     async def fill() -> None:
         futures = Futures(max_pending=8, max_held_bytes=100)
-        waits = futures.begin("waits", asyncio.Event().wait(), num_bytes=1)  # pyright: ignore[reportArgumentType]
-        names = [futures.begin(key, _of(b"x" * 40), num_bytes=60)["request_id"] for key in range(3)]
+        futures.begin("waits", asyncio.Event().wait(), num_bytes=1)  # pyright: ignore[reportArgumentType]
+        for number in range(3):
+            futures.begin(f"{number}", _of(b"x" * 40), num_bytes=60)
         assert futures.num_pending_bytes == 181
         assert futures.is_full
         await asyncio.sleep(0.01)
         assert futures.num_pending_bytes == 1
         assert not futures.is_full
-        assert futures.known(0) is None, "40 of 120 bytes had to go, though the oldest request still waits"
-        assert await futures.answer(names[2]) == b"x" * 40
-        assert futures.known("waits") == waits
+        assert "0" not in futures, "40 of 120 bytes had to go, though the oldest request still waits"
+        assert await futures.answer("2") == b"x" * 40
+        assert "waits" in futures
         futures.close()
 
     asyncio.run(fill())

@@ -252,6 +252,28 @@ def test_a_model_goes_on_from_what_was_saved_of_it(tmp_path: Path, rank: int):
         assert torch.equal(parameter, expected[name]), name
 
 
+def test_a_checkpoint_holds_the_gradient_that_waits_for_its_step(tmp_path: Path):
+    served = Served(make_folder(tmp_path / "model", family="qwen2"), rank=2)
+    served.open("a")
+    served.passes("a")
+    saved = tmp_path / "checkpoint"
+    served.ask(SaveModel(request_id=4, model_id="a", folder=str(saved), has_optimizer=True, has_gradient=True))
+    assert served.ask(LoadModel(request_id=5, model_id="b", folder=str(saved), has_optimizer=True)) == RequestDone(request_id=5)
+    assert served.step("b").grad_norm == served.step("a").grad_norm > 0
+    expected = served.weights("a")
+    for name, parameter in served.weights("b").items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_a_save_that_is_asked_for_again_is_the_one_that_was_made(tmp_path: Path):
+    served = Served(make_folder(tmp_path / "model", family="qwen2"), rank=2)
+    served.open("a")
+    save = SaveModel(request_id=4, model_id="a", folder=str(tmp_path / "one"), has_optimizer=True, save_id="a/4")
+    assert served.ask(save) == served.ask(save) == RequestDone(request_id=4)
+    another = served.ask(SaveModel(request_id=4, model_id="a", folder=str(tmp_path / "one"), has_optimizer=True, save_id="a/5"))
+    assert isinstance(another, RequestFailed), "another save of the same name is the client's mistake, as before"
+
+
 def test_damage_to_what_was_saved_is_found(tmp_path: Path):
     served = Served(make_folder(tmp_path / "model", family="qwen2"), rank=2)
     served.open("a")

@@ -179,7 +179,7 @@ EXAMPLES: tuple[Message, ...] = (
     OptimizerStep(
         request_id=3, model_id="s:train:0", learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0
     ),
-    SaveModel(request_id=4, model_id="s:train:0", folder="/saved/a", has_optimizer=True),
+    SaveModel(request_id=4, model_id="s:train:0", folder="/saved/a", has_optimizer=True, has_gradient=True, save_id="s:train:0/7"),
     LoadModel(request_id=5, model_id="s:train:0", folder="/saved/a", has_optimizer=False),
     PublishModel(request_id=6, version=2, model_id="s:train:0"),
     ForwardBackwardDone(request_id=2, logprobs=LOGPROBS, loss=1.5, num_computed=3),

@@ -135,8 +135,7 @@ class ModelServer:
                 return self._step(request)
             case SaveModel():
                 self._fence()
-                folder = Path(request.folder)
-                self._models.save(request.model_id, folder, has_optimizer=request.has_optimizer, may_replace=request.may_replace)
+                self._models.save(request)
             case LoadModel():
                 self._models.load(request.model_id, Path(request.folder), has_optimizer=request.has_optimizer)
             case PublishModel():

@@ -14,12 +14,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipelinerl.errors import CheckpointDamaged, DataError
+from pipelinerl.messages import SaveModel
 from pipelinerl.storage import checksum
 from pipelinerl.storage.checkpoint_folder import sync
 from trainer.build import Trained, state_of
@@ -96,29 +98,40 @@ class Models:
         finally:
             self._write(aside, part="model")
 
-    def save(self, model_id: str, folder: Path, *, has_optimizer: bool, may_replace: bool) -> None:
-        """Write a model to a folder, which takes its name once all of it is on the disk. Raises `DataError` where that is taken."""
-        if folder.exists() and not may_replace:
+    def save(self, request: SaveModel) -> None:
+        """Write a model to a folder, which takes its name once all of it is on the disk. Raises `DataError` where that is taken.
+
+        What the same request has written before stays as it is.
+        """
+        folder = Path(request.folder)
+        if folder.exists() and request.save_id and _about(folder).get("save_id") == request.save_id:
+            return
+        if folder.exists() and not request.may_replace:
             raise DataError(f"{folder.name}: this model has a checkpoint of that name. Choose another, or allow it to be overwritten")
-        self.use(model_id)
+        self.use(request.model_id)
+        parts = self._in_use()
+        if not request.has_optimizer:
+            del parts["optimizer"]
+        if request.has_gradient and bool(self._trained.optimizer.gradient.any()):
+            parts["gradient"] = {"gradient": self._trained.optimizer.gradient}
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True, mode=0o700)
         files = {}
-        for part, tensors in self._in_use().items():
-            if part == "model" or has_optimizer:
-                path = draft / f"{part}.safetensors"
-                save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-                files[path.name] = checksum.of_file(path)
-        about = {"form": _FORM, "base": str(self._base), "is_adapter": self._is_adapter, "files": files}
+        for part, tensors in parts.items():
+            path = draft / f"{part}.safetensors"
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            files[path.name] = checksum.of_file(path)
+        about = {"form": _FORM, "base": str(self._base), "is_adapter": self._is_adapter, "files": files, "save_id": request.save_id}
         with open(draft / ABOUT, "x") as file:
             json.dump(about, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         if folder.exists():
             old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)  # of a trainer that was killed here
             folder.rename(old)
             draft.rename(folder)
             shutil.rmtree(old)
@@ -127,11 +140,15 @@ class Models:
         sync(folder.parent)
 
     def load(self, model_id: str, folder: Path, *, has_optimizer: bool) -> None:
-        """Give a model what a folder holds; without the optimizer its moments begin anew. The gradient that it has collected is dropped."""
+        """Give a model what a folder holds; without the optimizer its moments begin anew. The gradient that it has collected is dropped, or
+        is that of the folder, where it holds one."""
         state = self._read(folder, has_optimizer=has_optimizer)
         self.open(model_id, seed=None)
+        gradient = state.pop("gradient", {})
         for part, tensors in state.items():
             self._write(tensors, part=part)
+        for tensor in gradient.values():
+            self._trained.optimizer.gradient.copy_(tensor)
 
     @property
     def _is_adapter(self) -> bool:
@@ -164,11 +181,12 @@ class Models:
 
     def _read(self, folder: Path, *, has_optimizer: bool) -> _Tensors:
         """Read and verify what a folder holds. Raises `DataError` for what does not fit, `CheckpointDamaged` for what is not as written."""
-        try:
-            about = json.loads((folder / ABOUT).read_text())
-        except (OSError, ValueError):
-            raise DataError(f"{folder.name}: no saved model of this name") from None
+        about = _about(folder)
+        if not about:
+            raise DataError(f"{folder.name}: no saved model of this name")
         parts = ("model", "optimizer") if has_optimizer else ("model",)
+        if has_optimizer and "gradient.safetensors" in about["files"]:
+            parts = (*parts, "gradient")
         if about.get("form") != _FORM or about.get("is_adapter") != self._is_adapter:
             holds = "an adapter" if about.get("is_adapter") else "whole weights"
             raise DataError(
@@ -186,10 +204,19 @@ class Models:
             except (OSError, SafetensorError) as error:
                 raise CheckpointDamaged(f"{path}: {error}") from error
         for part, tensors in found.items():
-            expected = {name: tensor.shape for name, tensor in self._in_use()[part].items()}
+            own = {"gradient": self._trained.optimizer.gradient} if part == "gradient" else self._in_use()[part]
+            expected = {name: tensor.shape for name, tensor in own.items()}
             if {name: tensor.shape for name, tensor in tensors.items()} != expected:
                 raise DataError(f"{folder.name} was saved of another model, or of adapters of another rank than lora.rank is here")
         return found
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What a folder says of itself; nothing where it holds no saved model."""
+    try:
+        return json.loads((folder / ABOUT).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
