@@ -41,11 +41,15 @@ class ServingBackend:
         self._published = published
         self._num_steps = num_steps
         self._pins = pins
+        self._max_context_tokens = 0
+        """As the engines said last."""
         self._tasks: set[asyncio.Future[int]] = set()
 
     @property
     def max_context_tokens(self) -> int:
-        return self._engines.max_model_tokens
+        if any(True for _ in self._engines):  # else all are being replaced, by others of the same settings
+            self._max_context_tokens = self._engines.max_model_tokens
+        return self._max_context_tokens
 
     @property
     def publications(self) -> Mapping[int, Publication]:
