@@ -26,7 +26,7 @@ async def train(run: ScriptedRun) -> None:
 
 
 async def main() -> None:
-    settings = ("run.name=prime", "algorithm.name=prime", "algorithm.correct_reward=0.5", "reference.path=runs/example-model")
+    settings = ("run.name=prime", "algorithm.name=prime", "algorithm.correct_reward=0.1", "reference.path=runs/example-model")
     async with Controller("examples/custom_reward.toml", *settings, *sys.argv[1:]) as run:
         await train(run)
 
