@@ -252,7 +252,8 @@ class Parts:
         )
         self.given.journal.write("choice", text=reason)
         print(reason, flush=True)
-        return LayoutFixed(tensors=self.engines.layout(), num_engines=self.config.engine.count, transport=transport)
+        shards = self.engines.shards() if weights.transport == "sharded" else ()
+        return LayoutFixed(tensors=self.engines.layout(), num_engines=self.config.engine.count, transport=transport, shards=shards)
 
     def sampling(self, *, temperature: float) -> Sampling:
         """Return how engines sample, for training or for evaluations.

@@ -83,7 +83,11 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         sample_digest.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     steps = build_steps(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
-    sharded = ShardedWeights(policy.model, replicas=replicas) if policy.model.is_sharded else None
+    sharded = (
+        ShardedWeights(policy.model, replicas=replicas, run_folder=run_folder, address=config.weights.address)
+        if policy.model.is_sharded
+        else None
+    )
     adapters = policy.model.adapters if sharded is None else policy.model.described_adapters
     publisher = None
     if replicas.rank == 0:
@@ -95,6 +99,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             address=config.weights.address,
             sends_deltas=config.weights.delta,
             write=None if sharded is None else sharded.lead,
+            shards=None if sharded is None else sharded.sender,
             adapters=adapters if config.lora.rank else None,
             training_bytes=rank_bytes(config, read_weights(config.model.path), method=method_of(config)),
         )
@@ -111,6 +116,8 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         startup.write(journal)
         if publisher is not None:
             at_end.callback(publisher.close)
+        if sharded is not None:
+            at_end.callback(sharded.close)
         client = None
         if replicas.is_leader:
             ready = TrainerReady(

@@ -252,7 +252,11 @@ class OrchestratorClient:
                     self._changed.notify_all()
             case LayoutFixed() if self._publisher is not None:
                 self._publisher.fix_layout(
-                    message.tensors, num_engines=message.num_engines, transport=message.transport, rollback_epoch=message.rollback_epoch
+                    message.tensors,
+                    num_engines=message.num_engines,
+                    transport=message.transport,
+                    rollback_epoch=message.rollback_epoch,
+                    shards=message.shards,
                 )
                 self._knows_layout = True
                 for published in self._session.published():  # to another orchestrator: the one before has heard of them

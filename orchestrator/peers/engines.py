@@ -6,6 +6,7 @@ part that asked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import (
     EngineLoad,
     EngineReady,
+    Shards,
     Starting,
     Tensor,
     WeightsCommitted,
@@ -178,6 +180,12 @@ class Engines:
             )
         self._layout = layouts.pop()
         return self._layout
+
+    def shards(self) -> Shards:
+        """Return the shards of an engine's ranks, the same for all. Raises `ConfigError` where they differ."""
+        if any(engine.ready.shards != other.ready.shards for engine, other in itertools.pairwise(self)):
+            raise ConfigError("the engines' ranks hold different shards of the model; start them with equal options")
+        return next((engine.ready.shards for engine in self), ())
 
     def on_policy(self, kind: type[_AboutPolicy], handler: Callable[[Engine, _AboutPolicy], None]) -> None:
         """Have `handler` called with what an engine says about a policy. A message about one that it was never told of is refused."""

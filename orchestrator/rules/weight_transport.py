@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from pipelinerl.errors import ConfigError
 
 BETWEEN_DEVICES = {"cuda_ipc", "nccl"}
+BY_CALL = {"gloo", "nccl", "sharded+gloo", "sharded+nccl"}
+"""Those on which engines call the trainer."""
 
 
 def choose_transport(
@@ -27,6 +29,8 @@ def choose_transport(
     apart = f"{len(remote)} of {len(engines)} engines run on another machine than the trainer ({remote[0]})" if remote else ""
     is_reachable = address is None or not address.startswith("127.")
     transport = wanted if wanted != "auto" else _shortest(is_apart=bool(remote), device_transports=device_transports)
+    if transport == "sharded":
+        transport = "sharded+nccl" if "sharded+nccl" in device_transports else "sharded+gloo"
     if transport in BETWEEN_DEVICES and transport not in device_transports:
         raise ConfigError(
             f"weights.transport = {transport} needs a CUDA device in trainer and engines (nccl: CuPy, too), and not all of them have it"
@@ -35,7 +39,7 @@ def choose_transport(
         raise ConfigError(
             f"weights.transport = {transport} cannot reach {', '.join(remote)}: {apart}. Set weights.transport to gloo, nccl or files"
         )
-    if transport in ("gloo", "nccl") and remote and not is_reachable:
+    if transport in BY_CALL and remote and not is_reachable:
         raise ConfigError(
             f"{apart}, and weights.address is {address}, which only this machine reaches. Leave it out, set it to the trainer's address"
             " on their network, or share the run folder and set weights.transport to files"

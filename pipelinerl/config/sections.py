@@ -276,13 +276,14 @@ class EvaluationSection(Section):
 
 
 class WeightsSection(Section):
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "files", "gloo", "nccl"] = Field(
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "files", "gloo", "nccl", "sharded"] = Field(
         "auto",
-        description="how a policy travels from trainer to engines; auto: cuda_ipc or shared memory on one machine, else nccl or gloo",
+        description="how a policy travels from trainer to engines; auto: cuda_ipc or shared memory on one machine, else nccl or gloo;"
+        " sharded: from each trainer rank's shard straight to each engine rank's, over nccl or gloo, so that no rank gathers a policy",
     )
     address: str | None = Field(
         None,
-        description="the trainer's address towards engines (transports gloo and nccl); default: the one on its way to the orchestrator",
+        description="the trainer's address towards engines (gloo, nccl, sharded); default: the one on its way to the orchestrator",
     )
     delta: bool = Field(False, description="send what changed, bit for bit, where that is less; for slow transports and 16-bit weights")
     kv_max_staleness: Annotated[int, Field(ge=0)] | None = Field(

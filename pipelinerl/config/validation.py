@@ -209,6 +209,34 @@ def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights
         )
 
 
+def _sharded_policies_can_be_sent(
+    weights: WeightsSection, trainer: TrainerSection, lora: LoraSection, engine: EngineSection
+) -> Iterator[str]:
+    if weights.transport != "sharded":
+        return
+    layout = trainer.layout
+    if layout.shard * layout.tensor * layout.pipeline * layout.expert == 1:
+        yield (
+            'weights.transport is "sharded", and every rank of the trainer holds the whole model (trainer.parallel). Cut it by'
+            ' trainer.parallel.shard, tensor, pipeline or expert, or set weights.transport = "gloo".'
+        )
+    if weights.delta:
+        yield (
+            'weights.transport is "sharded", whose ranks send their shards whole, and weights.delta is true: what changed is found in a'
+            ' whole policy, which no rank has. Leave weights.delta out, or set weights.transport = "gloo".'
+        )
+    if lora.rank:
+        yield (
+            f'weights.transport is "sharded", and lora.rank is {lora.rank}: adapters are small, and merged ones are gathered. Set'
+            ' weights.transport = "gloo".'
+        )
+    if engine.quantization != "none":
+        yield (
+            f'weights.transport is "sharded", and engine.quantization is "{engine.quantization}", which is made of whole policies. Leave'
+            " one of them out."
+        )
+
+
 def _layout_works(trainer: TrainerSection) -> Iterator[str]:
     if found := problems_of(trainer.layout):
         yield f"trainer.{trainer.layout}: {'; '.join(found)}. The nearest that works: {nearest(trainer.layout)}"
@@ -392,5 +420,6 @@ _CHECKS = (
     dispatch_is_for_completions,
     _int8_is_for_whole_policies_of_one_rank,
     _ranks_can_take_policies,
+    _sharded_policies_can_be_sent,
 )
 """Each takes the sections it is about, by name."""

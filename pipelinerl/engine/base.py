@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipelinerl.messages import Finish, Float32, Generate, Routes, StageWeights, Tensor
+from pipelinerl.messages import Finish, Float32, Generate, Routes, Shards, StageWeights, Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,8 @@ class Limits:
     """Sequences decoded at once."""
     tensors: tuple[Tensor, ...]
     """Layout it wants a published policy in."""
+    shards: Shards = ()
+    """What each of its ranks holds; empty: one rank holds everything."""
     choices: tuple[str, ...] = ()
     """Decisions made when it started, each a sentence with its reason."""
     transports: tuple[str, ...] = ()

@@ -133,6 +133,7 @@ class EngineLoop:
             max_model_tokens=limits.max_model_tokens,
             max_running=limits.max_running,
             tensors=limits.tensors,
+            shards=limits.shards,
             machine=machine_id(),
             transports=limits.transports,
             version=self.version,

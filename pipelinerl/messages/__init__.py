@@ -43,6 +43,7 @@ from pipelinerl.messages.engine import Generate as Generate
 from pipelinerl.messages.engine import Reattach as Reattach
 from pipelinerl.messages.engine import Routes as Routes
 from pipelinerl.messages.engine import Sampling as Sampling
+from pipelinerl.messages.engine import Shards as Shards
 from pipelinerl.messages.engine import StageWeights as StageWeights
 from pipelinerl.messages.engine import Tensor as Tensor
 from pipelinerl.messages.engine import ToEngine as ToEngine

@@ -166,6 +166,9 @@ class Tensor(Message, frozen=True):
     num_bytes: int
 
 
+Boxes = Annotated[tuple[tuple[tuple[int, int], ...], ...], msgspec.Meta(max_length=1 << 10)]
+Shards = Annotated[tuple[Annotated[dict[Id, Boxes], msgspec.Meta(max_length=1 << 20)], ...], msgspec.Meta(max_length=1 << 12)]
+"""By rank of an engine: the boxes of each tensor that it holds, first and one past the last index in every dimension."""
 Transports = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
 Attempts = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
 """Attempt numbers by rollout id."""
@@ -182,6 +185,8 @@ class EngineReady(Message, frozen=True):
     """Number of sequences that the engine decodes at once; more wait in its queue."""
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=1 << 20)]
     """The layout in which the engine wants a published policy: names, order and offsets. The trainer writes exactly this."""
+    shards: Shards = ()
+    """What each rank of the engine holds; empty: one rank holds everything."""
     machine: Id = ""
     """An id that is equal for processes that can share memory."""
     transports: Transports = ()

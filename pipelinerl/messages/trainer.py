@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.messages.base import Alive, Failed, Figures, Float32, Id, Int32, Mask, Message, Nodes, Stop, Text, check_lengths
-from pipelinerl.messages.engine import Routes, Tensor, Transports
+from pipelinerl.messages.engine import Routes, Shards, Tensor, Transports
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -53,7 +53,9 @@ class LayoutFixed(Message, frozen=True):
     num_engines: int = 1
     """Number of engines that may read different policies at once."""
     transport: Id = "shared_memory"
-    """The weight transport: shared_memory, cuda_ipc, files, gloo or nccl."""
+    """The weight transport: shared_memory, cuda_ipc, files, gloo, nccl, sharded+gloo or sharded+nccl."""
+    shards: Shards = ()
+    """What each rank of an engine holds, where policies travel from shard to shard; empty: one rank holds everything."""
     rollback_epoch: int = 0
     """The newest rollback epoch that an engine may know, see `StageWeights`; a trainer that starts again continues in it."""
 

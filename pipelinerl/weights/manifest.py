@@ -33,6 +33,8 @@ class DigestKind(enum.StrEnum):
     """In the host's memory."""
     SUMS = "position_sums"
     """In a device's: see `pipelinerl.weights.position_sums`."""
+    PIECES = "piece_sums"
+    """In pieces at several ranks, none of which has it whole: see `pipelinerl.weights.sharded.digests`."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.weights.point_to_point import DEADLINE_S, ENGINE, TRAINER, PointToPointReceiver, PointToPointSender
+from pipelinerl.weights.point_to_point import DEADLINE_S, ENGINE, TRAINER, Connect, PointToPointReceiver, PointToPointSender
 from pipelinerl.weights.timeline import timeline_of
 
 BUCKET_BYTES = 16 << 20
@@ -86,6 +86,11 @@ def sender(library: Library | None = None, *, address: str = "127.0.0.1", deadli
 def receiver(library: Library | None = None, *, deadline_s: float = DEADLINE_S) -> PointToPointReceiver:
     """An engine's end; what is missing here is said at the first fetch."""
     return PointToPointReceiver("nccl", _Connect(library), deadline_s=deadline_s)
+
+
+def connector(library: Library | None = None) -> Connect:
+    """Connects one end to one other, or a server to its callers. Raises `WeightsError` where there is no NCCL."""
+    return _Connect(library or Cupy())
 
 
 class _Connect:

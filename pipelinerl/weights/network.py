@@ -28,7 +28,7 @@ def nccl_settings(
     """
     if VARIABLE in environment:
         return {}
-    may_leave = weights.transport in ("auto", "nccl") and (Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu)
+    may_leave = weights.transport in ("auto", "nccl", "sharded") and (Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu)
     if not may_leave:
         return {VARIABLE: device_of(LOOPBACK)}
     if role == "trainer" and weights.address is not None:

@@ -70,7 +70,8 @@ class WeightReceiver:
         payload = self._receiver.fetch(order.buffer, order.digest, spare)
         check_it(payload.manifest)
         if payload.manifest.base_version is None:
-            self._verify(payload.manifest, payload.data, name=order.buffer)
+            if not payload.is_verified:
+                self._verify(payload.manifest, payload.data, name=order.buffer)
             self._stage_whole(payload.data, order.version)
         else:
             self._stage_changes(payload, name=order.buffer)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipelinerl.errors import WeightsError
+from pipelinerl.messages import Tensor
 
 Box = tuple[tuple[int, int], ...]
 """First and one past the last index in every dimension; () for a tensor without dimensions."""
@@ -38,6 +39,16 @@ class Move:
     target_slices: tuple[slice, ...]
     """Within the target rank's box."""
     num_elements: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part of a checkpoint tensor."""
+
+    box: Box
+    """The part, in the checkpoint tensor's coordinates."""
+    tensor: Tensor
+    """The part as a tensor of its own: its place in the rank's buffer."""
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -38,7 +38,9 @@ class Payload:
 
     manifest: Manifest
     data: torch.Tensor
-    """[manifest.num_bytes] uint8."""
+    """[manifest.num_bytes] uint8; empty where it lies at the ranks of the engine."""
+    is_verified: bool = False
+    """Every tensor was compared with the manifest as it arrived."""
 
 
 class Sender(Protocol):

@@ -13,6 +13,8 @@ from pipelinerl.errors import NoRoom, WeightsError
 from pipelinerl.transport.endpoint import own_address
 from pipelinerl.weights import cuda_ipc, files, gloo, nccl, point_to_point, shared_memory
 from pipelinerl.weights.manifest import Manifest
+from pipelinerl.weights.point_to_point import Connect
+from pipelinerl.weights.sharded import target
 from pipelinerl.weights.shared_names import run_token
 from pipelinerl.weights.transport import Payload, Receiver, Sender, WeightBuffer
 
@@ -77,14 +79,15 @@ class RoomierSender:
 class AutoReceiver:
     """Fetches by whichever transport a buffer lies on: a `Receiver`."""
 
-    def __init__(self, *, folder: Path) -> None:
-        """`folder` is where this machine sees the files that the trainer publishes."""
+    def __init__(self, *, folder: Path, sharded: Receiver | None = None) -> None:
+        """`folder` is where this machine sees the files that the trainer publishes; `sharded` takes shards, where this engine can."""
         self._receivers: tuple[tuple[Callable[[str], object], Receiver], ...] = (
             (shared_memory.NAME.fullmatch, shared_memory.SharedMemoryReceiver()),
             (files.NAME.fullmatch, files.FilesReceiver(folder)),
             (cuda_ipc.NAME.fullmatch, cuda_ipc.receiver()),
             (lambda name: name.startswith("gloo:") and point_to_point.NAME.fullmatch(name), gloo.receiver()),
             (lambda name: name.startswith("nccl:") and point_to_point.NAME.fullmatch(name), nccl.receiver()),
+            *(((target.NAME.fullmatch, sharded),) if sharded is not None else ()),
         )
 
     def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
@@ -103,4 +106,9 @@ def device_transports() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     has_nccl = importlib.util.find_spec("cupy") is not None
-    return ("cuda_ipc", "nccl") if has_nccl else ("cuda_ipc",)
+    return ("cuda_ipc", "nccl", "sharded+nccl") if has_nccl else ("cuda_ipc",)
+
+
+def connector(carrier: str) -> Connect:
+    """Connects one end to one other, by gloo or by NCCL. Raises `WeightsError` where NCCL is missing."""
+    return nccl.connector() if carrier == "nccl" else gloo.connect

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -18,11 +19,18 @@ from pipelinerl.weights.files import FilesReceiver, FilesSender
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.point_to_point import PointToPointReceiver, PointToPointSender
 from pipelinerl.weights.receiver import WeightReceiver
+from pipelinerl.weights.reshard import Box, whole
+from pipelinerl.weights.sharded.digests import manifest_of
+from pipelinerl.weights.sharded.receiver import ShardReceiver
+from pipelinerl.weights.sharded.source import NOTHING
+from pipelinerl.weights.sharded.target import name_of
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from pipelinerl.weights.shared_names import FOLDER, run_token
 from pipelinerl.weights.swap import CopySwap, Placed, PointerSwap, SparseSwap
-from pipelinerl.weights.transport import Receiver
+from pipelinerl.weights.transport import Receiver, WeightBuffer
+from pipelinerl.weights.transports import connector
 from tests.contract.device_stand_ins import StandInMemory, StandInNccl
+from tests.weights.shards import TrainerRanks
 
 SHAPES = {
     "embed": ((50, 16), torch.bfloat16),
@@ -130,14 +138,73 @@ def by_cuda_ipc(folder: Path, layout: tuple[Tensor, ...]) -> Transport:
     return Transport(pool=pool, receive=lambda: cuda_ipc.receiver(memory=memory), damage=damage, layout=layout)
 
 
+class ByShards(Transport):
+    """Two ranks hold halves of what is published, and none of them a whole policy."""
+
+    ranks: TrainerRanks
+
+    def make(self, number: int, num_bytes: int) -> WeightBuffer:
+        return WeightBuffer(name=f"shards/{number}", memory=torch.zeros(num_bytes, dtype=torch.uint8))
+
+    def offer(self, buffer: WeightBuffer, manifest: Manifest, encoded: bytes) -> None:
+        number = int(buffer.name.rpartition("/")[2])
+        self.ranks.ranks[0].offer(number, encoded)
+        buffer.name = name_of(self.ranks.ranks[0].place, number, carrier="gloo")
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def publish(self, version: int, *, tamper: Callable[[torch.Tensor, Manifest], Manifest] | None = None) -> StageWeights:
+        buffer = self.pool.acquire(1.0)
+        assert buffer is not None
+        number = int(buffer.name.rpartition("/")[2])
+        written = views(buffer.memory, self.layout)
+        made = self.made(version)
+        for name, view in written.items():
+            view.copy_(made[name].reshape(view.shape) if name in made else torch.zeros(()))
+        manifest = manifest_of(version, self.ranks.fill(number, version, written), self.layout)
+        if tamper is not None:
+            manifest = tamper(buffer.memory, manifest)
+            self.ranks.fill(number, version, written)
+        digest = self.pool.publish(buffer, manifest)
+        return StageWeights(version=version, buffer=buffer.name, digest=digest)
+
+
+def by_shards(folder: Path, layout: tuple[Tensor, ...]) -> Transport:
+    halves: list[dict[str, Box]] = [{}, {}]
+    for tensor in layout:
+        rows = tensor.shape[0] // 2 if tensor.shape else 0
+        for half, (first, end) in zip(halves, ((0, rows), (rows, tensor.shape[0] if tensor.shape else 0)), strict=True):
+            if end > first:
+                half[tensor.name] = ((first, end), *((0, size) for size in tensor.shape[1:]))
+        if not tensor.shape:
+            halves[1][tensor.name] = ()
+    whole_one = [{tensor.name: [whole(tuple(tensor.shape))] for tensor in layout}]
+    ranks = TrainerRanks(layout, sources=halves, targets=whole_one)
+
+    def damage(buffer: str) -> None:
+        ranks.ranks[1]._held[int(buffer.rpartition("/")[2])].version = NOTHING
+
+    def receive() -> Receiver:
+        return ShardReceiver(connector, layout=LAYOUT)
+
+    transport = ByShards(pool=cast(Any, None), receive=receive, damage=damage, layout=layout)
+    transport.ranks = ranks
+    transport.pool = WeightBufferPool(transport, num_bytes=num_bytes(layout), max_buffers=9)
+    return transport
+
+
 TRANSPORTS: dict[str, Callable[[Path, tuple[Tensor, ...]], Transport]] = {
     "shared_memory": shared_memory,
     "files": by_files,
     "gloo": by_gloo,
     "nccl": by_nccl,
     "cuda_ipc": by_cuda_ipc,
+    "sharded": by_shards,
 }
 BETWEEN_DEVICES = ("nccl", "cuda_ipc")
+FOR_WHOLE_POLICIES = ("sharded",)
+"""What changed is found in a whole policy: see `weights.delta` in the config's validation."""
 
 
 class Engine:

@@ -21,11 +21,14 @@ from pipelinerl.weights import manifest
 from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.files import FilesReceiver
 from pipelinerl.weights.manifest import check, verify
+from pipelinerl.weights.reshard import Box, whole
+from pipelinerl.weights.sharded.plan import BUCKET_BYTES
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, attach_to_write
 from pipelinerl.weights.transports import AutoReceiver
 from tests.trainer.full_disk import fill_up, small_disk
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_model
+from tests.weights.shards import EngineRanks
 from trainer.model.lora import Adapters
 from trainer.parallel.replicas import Replicas
 from trainer.weights import publisher as publishing
@@ -82,6 +85,52 @@ def publish(
     if publisher is not None:
         publisher.close()
     return {"found": found, "gathered": sorted(sharded._gathered), "num_moves": len(sharded._moves or ())}
+
+
+def publish_shards(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
+    """Publish a model twice, from shard to shard, to an engine of two ranks and to one of one rank after it; rank 0 has the engines."""
+    model = make_model(folder, replicas=replicas)
+    sharded = ShardedWeights(model, replicas=replicas, address="127.0.0.1")
+    publisher, engines = None, []
+    if replicas.rank == 0:
+        described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names}
+        layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
+        halves = [{name: [_half(tuple(tensor.shape), rank)] for name, tensor in described.items()} for rank in range(2)]
+        engines = [EngineRanks(layout, halves, who=f"engine {number}", bucket_bytes=BUCKET_BYTES) for number in range(2)]
+        publisher = Publisher(
+            sharded.described, tied_names=model.tied_names, run_folder=folder, deadline_s=20.0, write=sharded.lead, shards=sharded.sender
+        )
+        shards = tuple({name: tuple(boxes) for name, boxes in half.items()} for half in halves)
+        publisher.fix_layout(layout, transport="sharded+gloo", shards=shards)
+    found = []
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(version)
+        if publisher is None:
+            sharded.follow()
+            continue
+        policy = publisher.publish(version)
+        sharded.end()
+        assert policy is not None
+        for engine in engines:
+            assert engine.fetch(policy.buffer, policy.digest) == version
+            found.append(engine.whole())
+    replicas.all_agree(True, what="to end together")
+    source = sharded.sender._source
+    assert source is not None
+    sizes = [len(held.memory) for held in source._held.values()]
+    for end in (*engines, sharded):
+        end.close()
+    if publisher is not None:
+        publisher.close()
+    return {"found": found, "sizes": sizes, "num_sent": source.num_sent}
+
+
+def _half(shape: tuple[int, ...], rank: int) -> Box:
+    """As tensor parallelism cuts: matrices in two by rows, vectors not at all."""
+    cut = shape[0] // 2
+    return ((rank * cut, cut + rank * (shape[0] - cut)), *((0, size) for size in shape[1:])) if len(shape) > 1 else whole(shape)
 
 
 def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transport: str) -> dict[str, Any]:
@@ -151,6 +200,20 @@ def check_published(
             for name, tensor in found.items():
                 assert torch.equal(tensor, expected[name] * version), (str(layout), name)
     return results
+
+
+def test_shards_go_straight_to_engine_ranks_and_no_rank_gathers_a_policy(folders: dict[str, Path], tmp_path: Path) -> None:
+    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
+    expected = make_model(folders["qwen3"]).tensors()
+    policy = sum(tensor.numel() * 4 for name, tensor in expected.items() if name not in make_model(folders["qwen3"]).tied_names)
+    results = run_jobs([(layout, functools.partial(publish_shards, folder=folders["qwen3"])) for layout in layouts], tmp_path)
+    for layout, ranks in zip(layouts, results, strict=True):
+        for number, found in enumerate(ranks[0]["found"]):
+            for name, tensor in found.items():
+                assert torch.equal(tensor, expected[name] * (1, 1, 2, 2)[number]), (str(layout), name)
+        assert len(ranks[0]["found"]) == 4
+        assert all(size < 0.8 * policy for rank in ranks for size in rank["sizes"]), "a rank has its shard alone"
+        assert sum(rank["num_sent"] for rank in ranks) < 2 * 1.1 * policy, "the second engine has it from the first"
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "files"])

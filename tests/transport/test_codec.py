@@ -245,6 +245,7 @@ EXAMPLES: tuple[Message, ...] = (
     Lent(prompt_token_ids=IDS, reward=0.5),
     TrainerReady(replica=0, num_replicas=1, process_id=2, version=3),
     LayoutFixed(tensors=(TENSOR, TENSOR)),
+    LayoutFixed(tensors=(TENSOR,), transport="sharded+gloo", shards=({"w": (((0, 2), (0, 3)),)}, {})),
     TakeMicroBatch(replica=0, step=1, index=2),
     MICRO_BATCH,
     NODES,

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 from pipelinerl.errors import NoRoom, PeerSilent, WeightsError
-from pipelinerl.messages import PolicyPublished, Tensor
+from pipelinerl.messages import PolicyPublished, Shards, Tensor
 from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.buffer_pool import WeightBufferPool, num_buffers_for
 from pipelinerl.weights.delta_base import DeltaBase
 from pipelinerl.weights.manifest import Manifest, seal
-from pipelinerl.weights.transport import WeightBuffer
+from pipelinerl.weights.transport import Sender, WeightBuffer
 from pipelinerl.weights.transports import open_sender
+from trainer.weights.shard_sender import ShardSender
 
 Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
 """Writes the present weights into memory ([bytes] uint8) of this layout; the first argument names it where other ranks may map it."""
@@ -42,6 +43,7 @@ class Publisher:
         address: str | None = None,
         sends_deltas: bool = False,
         write: Write | None = None,
+        shards: ShardSender | None = None,
         adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
         training_bytes: int = 0,
     ) -> None:
@@ -50,6 +52,7 @@ class Publisher:
         `adapters` gives what is trained by itself, for engines that ask for that; None where all weights are trained.
         `training_bytes`: what training holds at once on this rank's device, which buffers there leave to it.
         `write` writes them where they are sharded over ranks; `tensors` and `adapters` then need have shapes only.
+        `shards` is the end that sends them from rank to rank, without a whole; None where no rank is cut.
 
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
         `sends_deltas`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
@@ -57,6 +60,12 @@ class Publisher:
         """
         self._tensors = tensors
         self._write_together = write
+        self._shard_sender = shards
+        self._engine_shards: Shards | None = None
+        """What each rank of an engine holds, where policies travel from shard to shard."""
+        self._transport = ""
+        self._sealed: Manifest | None = None
+        """Of the policy that every rank has its shard of ready."""
         self._tied_names = tied_names
         self._shapes = _shapes_of(tensors)
         self._adapters = adapters
@@ -136,7 +145,13 @@ class Publisher:
                 self._delta_base = DeltaBase(self._layout)
 
     def fix_layout(
-        self, tensors: tuple[Tensor, ...], *, num_engines: int = 1, transport: str = "shared_memory", rollback_epoch: int = 0
+        self,
+        tensors: tuple[Tensor, ...],
+        *,
+        num_engines: int = 1,
+        transport: str = "shared_memory",
+        rollback_epoch: int = 0,
+        shards: Shards = (),
     ) -> None:
         """Take the layout of so many engines, the transport to them, and the newest rollback epoch they may know of.
 
@@ -159,9 +174,13 @@ class Publisher:
             check_layout(self._adapter_shapes, tensors)
             self._tensors = self._adapters
         self._layout = tensors
-        sender = open_sender(transport, run_folder=self._run_folder, address=self._address, training_bytes=self._training_bytes)
+        if is_sharded := transport.startswith("sharded+"):
+            sender = self._shard_sender_for(tensors)
+        else:
+            sender = open_sender(transport, run_folder=self._run_folder, address=self._address, training_bytes=self._training_bytes)
         with self._changed:
             size = num_bytes(tensors)
+            self._engine_shards, self._transport = (shards if is_sharded else None), transport
             self._is_mapped = transport == "shared_memory"
             self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines))
             self._rollback_epoch = rollback_epoch
@@ -199,7 +218,10 @@ class Publisher:
 
     def _write(self, version: int, buffer: WeightBuffer) -> Manifest:
         """Write into a weight buffer what is to be sent of the present weights."""
-        self._fill(version, buffer)
+        if self._sealed is None or self._sealed.version != version:
+            self._fill(version, buffer)
+        if self._sealed is not None:
+            return self._sealed
         if self._delta_base is None:
             return seal(version, buffer.memory, self._layout)
         with self._changed:
@@ -207,7 +229,10 @@ class Publisher:
         return self._delta_base.fill(buffer.memory, version)
 
     def _fill(self, version: int, buffer: WeightBuffer) -> None:
-        """Have the present weights whole in a weight buffer, or where what is sent is made of them."""
+        """Have the present weights whole in a weight buffer, or where what is sent is made of them; or each rank's shard ready to be sent."""
+        if self._shard_sender is not None and self._engine_shards is not None:
+            self._sealed = self._shard_sender.write(buffer, version, self._layout, self._engine_shards, self._transport)
+            return
         whole = buffer.memory if self._delta_base is None else self._delta_base.policy
         if self._written is None or not self._is_written(version):
             self._write_whole(version, whole, name=buffer.name if self._is_mapped and whole is buffer.memory else "")
@@ -223,6 +248,14 @@ class Publisher:
         tensors = self._tensors()
         for name, view in views(whole, self._layout).items():
             view.copy_(tensors[name])
+
+    def _shard_sender_for(self, tensors: tuple[Tensor, ...]) -> Sender:
+        """Raises `WeightsError` where no policy of this trainer, or of this layout, can travel from shard to shard."""
+        if self._shard_sender is None:
+            raise WeightsError("weights.transport is sharded, and every rank of this trainer holds the whole model; set it to gloo")
+        if are_adapters(tensors):
+            raise WeightsError("weights.transport is sharded, and the engines ask for adapters alone, which are gathered; set it to gloo")
+        return self._shard_sender
 
     def _is_written(self, version: int) -> bool:
         return self._written is not None and self._written[0] == version

@@ -10,7 +10,8 @@ Rank 0 leads: it says which buffer to write into, and every other rank follows, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from trainer.parallel.boxes import box_of
 from trainer.parallel.objects import gathered
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
+from trainer.weights.shard_sender import ShardCall, ShardSender, check_names
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +39,15 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
     """Weight buffer to write into; empty: rank 0 writes what is gathered."""
     layout: tuple[Tensor, ...] = ()
     """Empty: nothing is published after all."""
+    shards: ShardCall | None = None
+    """Every rank keeps its own shard ready."""
 
 
 class ShardedWeights:
     """Sharded weights, written by all ranks together: `lead` on rank 0, `follow` on the others, once each per publication."""
 
-    def __init__(self, model: Model, *, replicas: Replicas) -> None:
+    def __init__(self, model: Model, *, replicas: Replicas, run_folder: Path = Path(), address: str | None = None) -> None:
+        """`address` is this machine's, where shards are sent from; None: the one on its way to the orchestrator of `run_folder`."""
         self._model = model
         self._replicas = replicas
         self._moves: list[Move] | None = None
@@ -51,6 +56,9 @@ class ShardedWeights:
         """Names, as the module has them, of what is gathered even where weight buffers can be shared."""
         self._mapped: dict[str, torch.Tensor] = {}
         self._has_led = False
+        self.sender = ShardSender(
+            model, replicas=replicas, run_folder=run_folder, address=address, lead=self._lead, gather=self._gather, boxes=self._boxes
+        )
 
     def described(self) -> dict[str, torch.Tensor]:
         """Every published tensor by its Hugging Face name, without memory: shape and dtype only."""
@@ -74,11 +82,34 @@ class ShardedWeights:
     def follow(self) -> None:
         """Take part in a publication that rank 0 leads."""
         call = self._call(None)
+        if call.shards is not None:
+            self.sender.fill(call.shards)
+            return
         if not call.layout:
             return
         if call.name and call.name not in self._mapped:
             self._mapped[call.name] = attach_to_write(call.name)
         self._write(self._mapped.get(call.name), call.layout, is_shared=bool(call.name))
+
+    def close(self) -> None:
+        """Stop sending shards; safe to repeat."""
+        self.sender.close()
+
+    def _lead(self, shards: ShardCall) -> None:
+        self._has_led = True
+        self._call(_Call(shards=shards))
+
+    def _boxes(self, pieces: Mapping[str, torch.Tensor], layout: tuple[Tensor, ...]) -> list[dict[str, Box]]:
+        """What each rank holds of a layout. Raises `WeightsError` where some of it would have to be gathered."""
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in layout}
+        check_names(
+            layout, {name for name in shapes if name in self._model.shapes and list(self._names_of(name)) == [name]} - self._adapted(shapes)
+        )
+        by_rank = self._all_boxes({name: box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
+        return [{name: box for name, box in boxes.items() if all(end > first for first, end in box)} for boxes in by_rank]
+
+    def _adapted(self, names: Iterable[str]) -> set[str]:
+        return {name for name in names if name in self._model.shapes and self._model.is_adapted(name)}
 
     def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
         if are_adapters(layout):

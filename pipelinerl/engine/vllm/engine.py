@@ -38,7 +38,7 @@ from pipelinerl.engine.vllm.experts import device_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
 from pipelinerl.engine.vllm.passes import Passes, columns_of, prompt_logprobs_of
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
-from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies
+from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies, shard_receiver
 from pipelinerl.engine.vllm.registry import register_model
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
 from pipelinerl.engine.vllm.scheduling import choose_scheduling
@@ -107,7 +107,8 @@ class VllmEngine:
             self._ranks.call("policy_pipeline")
         swap, layout, choice = self._make_swap(Path(model.path), adapters, weights, in_int8=engine.quantization == "int8")
         verify = manifest.verify if self._ranks is None else self._ranks.verify
-        self._weights = WeightReceiver(swap, layout=layout, receiver=AutoReceiver(folder=policies), verify=verify)
+        receiver = AutoReceiver(folder=policies, sharded=shard_receiver(self._ranks, layout=layout))
+        self._weights = WeightReceiver(swap, layout=layout, receiver=receiver, verify=verify)
         self._routes = self._recorder() if model.replay_routing else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -120,8 +121,9 @@ class VllmEngine:
             max_model_tokens=self._llm.model_config.max_model_len,
             max_running=engine.max_running,
             tensors=layout,
+            shards=swap.shards if isinstance(swap, ShardedPolicies) else (),
             choices=(*choices, scheduling, choice),
-            transports=() if is_sharded else device_transports(),
+            transports=tuple(one for one in device_transports() if not is_sharded or "sharded" in one),
         )
         self._prove_forward_pass(Path(model.path))
 

@@ -17,21 +17,25 @@ import torch
 
 from pipelinerl.engine.staging import beside_decoding, yield_to_decoding
 from pipelinerl.engine.vllm.derived import Derived
-from pipelinerl.engine.vllm.weights import Part, obstacles_of, plan_of_rank
+from pipelinerl.engine.vllm.weights import obstacles_of, plan_of_rank
 from pipelinerl.errors import PipelineError, WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, view_of, views
 from pipelinerl.weights.delta_base import MAX_CHANGED_FRACTION
 from pipelinerl.weights.manifest import DigestKind, digests
-from pipelinerl.weights.reshard import Box, Move
+from pipelinerl.weights.reshard import Box, Move, Part
+from pipelinerl.weights.sharded.target import ShardTarget
 from pipelinerl.weights.shared_memory import attach, attach_to_write
 from pipelinerl.weights.shared_names import forget_vllm_names
 from pipelinerl.weights.swap import SparseSwap, Staging, WeightSwap, choose_swap_mode, make_swap
 from pipelinerl.weights.throttle import throttle
+from pipelinerl.weights.transports import connector
 
 OWN = ""
 """Names the engine's own buffer, where others are named by the trainer's buffer."""
+RECEIVED = "received"
+"""Names the rank's own shard, taken from the trainer's ranks."""
 Outcome = tuple[str, Any]
 """(error, or empty; result)."""
 
@@ -81,6 +85,8 @@ class PolicyRank:
     def policy_layout(self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]], num_ranks: int) -> None:
         """Learn the layout of policies, and which of its parts of one each rank gives back (`save`): part number and move."""
         self._policy_own = torch.zeros(0, dtype=torch.uint8)
+        self._policy_target: ShardTarget | None = None
+        self._policy_shard = torch.zeros(0, dtype=torch.uint8)
         self._policy_staged: int | None = None
         self._policy_outcome: Outcome | None = None
         self._policy_whole = layout
@@ -97,6 +103,7 @@ class PolicyRank:
         """Begin one of these tasks."""
         self._policy_outcome = None
         work = {
+            "receive": self._policy_receive,
             "digests": self._policy_digests,
             "stage": self._policy_stage,
             "save": self._policy_save,
@@ -134,6 +141,15 @@ class PolicyRank:
             return
         self._policy_outcome = "", found
 
+    def _policy_receive(self, name: str) -> dict[str, int]:
+        """Take this rank's shard of a policy from the trainer's ranks, beside the one in force; the sums of its digests."""
+        self._policy_staged = None
+        if self._policy_target is None:
+            who = f"the engine of process {os.getppid()}"
+            self._policy_target = ShardTarget(connector, rank=self.rank, parts=self._policy_parts, who=who)
+        self._policy_shard = self._policy_commit.spare()
+        return self._policy_target.fetch(name, self._policy_shard)[1]
+
     def _policy_digests(self, source: str, kind: str) -> str:
         """Digests of every so-many-th tensor of a policy, side by side."""
         own = self._policy_whole[self.rank :: self._policy_num_ranks]
@@ -142,6 +158,10 @@ class PolicyRank:
     def _policy_stage(self, source: str, number: int) -> None:
         """Stage this rank's boxes of a policy."""
         self._policy_staged = None
+        if source == RECEIVED:
+            self._policy_commit.stage(self._policy_shard)
+            self._policy_staged = number
+            return
         wanted = views(self._policy_at(source), self._policy_whole)
         boxes = [(part, wanted[name][_slices(part.box)]) for name, parts in self._policy_parts.items() for part in parts]
         commit = self._policy_commit

@@ -14,21 +14,26 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipelinerl.engine.vllm.rank import OWN
+from pipelinerl.engine.vllm.rank import OWN, RECEIVED
 from pipelinerl.errors import ConfigError, WeightsError
-from pipelinerl.messages import Tensor
+from pipelinerl.messages import Shards, Tensor
 from pipelinerl.weights.adapters import AdapterShape
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
 from pipelinerl.weights.reshard import Box, Move, Shapes, index_map, whole
+from pipelinerl.weights.sharded.digests import add_ranks, texts
+from pipelinerl.weights.sharded.receiver import ShardReceiver
+from pipelinerl.weights.sharded.target import ShardTarget
 from pipelinerl.weights.shared_memory import SharedMemorySender
 from pipelinerl.weights.swap import Staging
+from pipelinerl.weights.transport import Payload, Receiver
+from pipelinerl.weights.transports import connector
 
 EXTENSION = "pipelinerl.engine.vllm.worker.PolicyRank"
 ASK_EVERY_S = 0.01
@@ -125,6 +130,29 @@ class Ranks:
             raise
 
 
+class RanksReceiver:
+    """Has every rank of the engine take its own shard from the trainer's ranks: a `Receiver`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._manifests = ShardTarget(connector, rank=0, parts={})
+
+    def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        manifest = self._manifests.manifest(name, digest)
+        layout = tuple(proof.tensor for proof in manifest.proofs)
+        compare(manifest, texts(add_ranks(self._ranks.run("receive", name)), layout), name=f"number {name.rpartition('/')[2]}")
+        self._ranks.verified = RECEIVED
+        return Payload(manifest=manifest, data=torch.empty(0, dtype=torch.uint8), is_verified=True)
+
+    def close(self) -> None:
+        self._manifests.close()
+
+
+def shard_receiver(ranks: Ranks | None, *, layout: tuple[Tensor, ...]) -> Receiver:
+    """The engine's end of the transport from shard to shard: all ranks together, or its one rank (None)."""
+    return ShardReceiver(connector, layout=layout) if ranks is None else RanksReceiver(ranks)
+
+
 class ShardedPolicies:
     """Whole policies, of which each rank takes its part: a `WeightSwap`."""
 
@@ -147,6 +175,7 @@ class ShardedPolicies:
         self.layout: tuple[Tensor, ...] = plan_layout(
             {name: torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="meta") for name, shape in shapes.items()}
         )
+        self.shards: Shards = tuple({name: tuple(boxes) for name, (boxes, _) in plan.items()} for plan, _ in plans)
         try:
             gives = _gives([{name: boxes for name, (boxes, _) in plan.items()} for plan, _ in plans], shapes)
         except WeightsError as error:

@@ -10,7 +10,6 @@ order of its own (`ConfigError`).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Collection
@@ -27,7 +26,7 @@ from pipelinerl.engine.vllm.packed import is_plain
 from pipelinerl.engine.vllm.rotary import rotate_every_head
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.reshard import Box, whole
+from pipelinerl.weights.reshard import Box, Part, whole
 from pipelinerl.weights.swap import CAN_SWAP_POINTER, Placed, SwapMode
 
 ALIGNMENT_BYTES = 256
@@ -110,16 +109,6 @@ def _transformed_layers(model: torch.nn.Module) -> list[str]:
 def _is_elsewhere(module: torch.nn.Module) -> bool:
     """True where a parameter is not in the host's memory."""
     return any(parameter.device.type != "cpu" for parameter in module.parameters())
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A rank's part of a checkpoint tensor."""
-
-    box: Box
-    """The part, in the checkpoint tensor's coordinates."""
-    tensor: Tensor
-    """The part as a tensor of its own: its place in the rank's buffer."""
 
 
 def plan_of(model: torch.nn.Module, *, folder: Path, derived: Collection[str] = ()) -> tuple[list[Placed], tuple[Tensor, ...]]:

@@ -70,3 +70,13 @@ def test_a_road_between_devices_that_some_lack_is_refused():
         choose_transport("cuda_ipc", trainer="a", engines=HERE, address="10.0.0.7", device_transports=("nccl",))
     with pytest.raises(ConfigError, match="cuda_ipc cannot reach engine-1, engine-2"):
         choose_transport("cuda_ipc", trainer="a", engines=APART, address="10.0.0.7", device_transports=("cuda_ipc",))
+
+
+def test_shards_travel_by_nccl_where_every_process_has_it_and_by_gloo_elsewhere():
+    def choose(*device_transports: str) -> str:
+        return choose_transport("sharded", trainer="a", engines=APART, address=None, device_transports=device_transports)[0]
+
+    assert choose() == choose("cuda_ipc", "nccl") == "sharded+gloo"
+    assert choose("nccl", "sharded+nccl") == "sharded+nccl"
+    with pytest.raises(ConfigError, match=r"weights\.address is 127\.0\.0\.1"):
+        choose_transport("sharded", trainer="a", engines=APART, address="127.0.0.1")
