@@ -31,6 +31,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
 from pipelinerl.config.tinker import TinkerSection
 from pipelinerl.runtime.machine import has_amx
 
@@ -206,34 +207,6 @@ def _ranks_can_take_policies(engine: EngineSection, model: ModelSection, weights
         yield (
             f"engine.options.pipeline_parallel_size is {engine.num_stages}, and weights.kv_max_staleness or weights.kv_max_kl is"
             " set: no KV cache is recomputed while forward passes over it are under way. Use tensor_parallel_size, or leave them out."
-        )
-
-
-def _sharded_policies_can_be_sent(
-    weights: WeightsSection, trainer: TrainerSection, lora: LoraSection, engine: EngineSection
-) -> Iterator[str]:
-    if weights.transport != "sharded":
-        return
-    layout = trainer.layout
-    if layout.shard * layout.tensor * layout.pipeline * layout.expert == 1:
-        yield (
-            'weights.transport is "sharded", and every rank of the trainer holds the whole model (trainer.parallel). Cut it by'
-            ' trainer.parallel.shard, tensor, pipeline or expert, or set weights.transport = "gloo".'
-        )
-    if weights.delta:
-        yield (
-            'weights.transport is "sharded", whose ranks send their shards whole, and weights.delta is true: what changed is found in a'
-            ' whole policy, which no rank has. Leave weights.delta out, or set weights.transport = "gloo".'
-        )
-    if lora.rank:
-        yield (
-            f'weights.transport is "sharded", and lora.rank is {lora.rank}: adapters are small, and merged ones are gathered. Set'
-            ' weights.transport = "gloo".'
-        )
-    if engine.quantization != "none":
-        yield (
-            f'weights.transport is "sharded", and engine.quantization is "{engine.quantization}", which is made of whole policies. Leave'
-            " one of them out."
         )
 
 
@@ -420,6 +393,6 @@ _CHECKS = (
     dispatch_is_for_completions,
     _int8_is_for_whole_policies_of_one_rank,
     _ranks_can_take_policies,
-    _sharded_policies_can_be_sent,
+    sharded_policies_can_be_sent,
 )
 """Each takes the sections it is about, by name."""

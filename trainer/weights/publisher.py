@@ -218,10 +218,11 @@ class Publisher:
 
     def _write(self, version: int, buffer: WeightBuffer) -> Manifest:
         """Write into a weight buffer what is to be sent of the present weights."""
-        if self._sealed is None or self._sealed.version != version:
+        if self._sealed is None:
             self._fill(version, buffer)
-        if self._sealed is not None:
-            return self._sealed
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None:
+            return sealed
         if self._delta_base is None:
             return seal(version, buffer.memory, self._layout)
         with self._changed:
@@ -229,7 +230,7 @@ class Publisher:
         return self._delta_base.fill(buffer.memory, version)
 
     def _fill(self, version: int, buffer: WeightBuffer) -> None:
-        """Have the present weights whole in a weight buffer, or where what is sent is made of them; or each rank's shard ready to be sent."""
+        """Have the present weights whole in a weight buffer, or where what is sent is made of them; or each rank's shard ready."""
         if self._shard_sender is not None and self._engine_shards is not None:
             self._sealed = self._shard_sender.write(buffer, version, self._layout, self._engine_shards, self._transport)
             return
