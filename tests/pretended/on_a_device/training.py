@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from pipelinerl.data.expert_routes import routes_of
 from tests.pretended.traffic import CUDA, Traffic, on_a_device
 from tests.trainer import tiny
 from trainer.model import loading
 from trainer.model import model as models
+from trainer.model.lora import Adapters
 from trainer.parallel.replicas import Replicas
 from trainer.step import Step
 
@@ -73,16 +76,28 @@ def samples() -> list[dict[str, np.ndarray]]:
     return siblings + [tiny.make_sample(generator, prompt=4, completion=completion) for completion in (3, 3, 9)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_row_is_computed_on_the_device_and_nothing_of_it_comes_to_the_host(family: str, device: Traffic, tmp_path: Path):
-    step = step_of(tmp_path, family=family)
-    row = step.lay_out(tiny.make_batch(samples(), step=1))
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen2", {}),
+    "tied": ("qwen3", {"activation_checkpointing": True}),
+    "experts": ("qwen3_moe", {"replay_routing": True}),
+    "adapters": ("llama", {"adapters": Adapters(rank=4, alpha=8, targets=("q_proj", "v_proj"), seed=0)}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_computed_on_the_device_and_nothing_of_it_comes_to_the_host(kind: str, device: Traffic, tmp_path: Path):
+    family, of_model = KINDS[kind]
+    step = step_of(tmp_path, family=family, of_model=of_model)
+    batch = tiny.make_batch(samples(), step=1)
+    if kind == "experts":
+        batch = msgspec.structs.replace(batch, routes=routes_of(np.ones((len(batch.token_ids), 2, 2), np.uint8)))
+    row = step.lay_out(batch)
     assert row is not None
     device.forget()
-    step.add(tiny.make_batch(samples(), step=1), row)
+    step.add(batch, row)
     assert device.fetched == [], "a step whose host waits for numbers launches nothing meanwhile"
     launched = [name for _, name in device.launched]
-    assert launched.count(VARLEN) == 2, "attention in one call a layer"
+    assert launched.count(VARLEN) == (4 if kind == "tied" else 2), "attention in one call a layer, and in one more where it is recomputed"
     assert launched.count(f"{VARLEN}_backward") == 2
     device.forget()
     numbers = step.finish(tiny.make_seal(samples(), step=1))
