@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from orchestrator.peers.engines import Engines
+from orchestrator.peers.engines import Engine, Engines
 from orchestrator.rules.residency import Use
 from orchestrator.rules.validation.violations import Violation
 from orchestrator.serving.publications import Publications
@@ -42,13 +42,15 @@ class ServingBackend:
         self._num_steps = num_steps
         self._pins = pins
         self._max_context_tokens = 0
-        """As the engines said last."""
+        """As the engine said that joined last; all have the same settings. So it is known while none is there, too."""
+        engines.on_joined(self._on_joined)
         self._tasks: set[asyncio.Future[int]] = set()
+
+    def _on_joined(self, engine: Engine) -> None:
+        self._max_context_tokens = engine.ready.max_model_tokens
 
     @property
     def max_context_tokens(self) -> int:
-        if any(True for _ in self._engines):  # else all are being replaced, by others of the same settings
-            self._max_context_tokens = self._engines.max_model_tokens
         return self._max_context_tokens
 
     @property

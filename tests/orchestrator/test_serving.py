@@ -324,6 +324,14 @@ def test_weights_are_brought_again_where_an_engine_is_replaced_meanwhile(tmp_pat
     run(test, tmp_path, num_places=3)
 
 
+def test_the_longest_context_is_known_while_no_engine_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(desk: Desk) -> None:
+        monkeypatch.setattr(Engines, "__iter__", lambda engines: iter(()))
+        assert desk.backend.max_context_tokens == 64
+
+    run(test, tmp_path, num_places=0)
+
+
 def test_what_the_trainer_refuses_is_the_askers_answer(tmp_path: Path) -> None:
     async def test(desk: Desk) -> None:
         desk.says = lambda request: (
