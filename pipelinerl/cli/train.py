@@ -183,11 +183,11 @@ def k8s(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
     Paths in the config are those of the pods: the model, the rows and your own files have to be in the image, or on the claim.
     """
-    from pipelinerl.launch.kubernetes.manifest import manifests, to_yaml
+    from pipelinerl.launch.kubernetes.manifest import as_list, manifests
     from pipelinerl.launch.node_roles import check_gpus
     from pipelinerl.launch.run_folder import name_now
 
     settings = load(config_file, overrides=overrides or [], for_run=False)
     for line in check_gpus(settings, settings.kubernetes, key="kubernetes.gpus_per_node"):
         errors.print(line, highlight=False)
-    typer.echo(to_yaml(manifests(settings, name=name_now(settings))), nl=False)
+    typer.echo(as_list(manifests(settings, name=name_now(settings))), nl=False)

@@ -8,6 +8,7 @@ Counted is what a process has for itself (RssAnon). Pages of the model's files a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -34,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="real collectives between processes need two cores to end in time"),
 ]
 LAYERS = 8
+M_MMAP_THRESHOLD = -3
 
 
 def own_bytes() -> int:
@@ -85,6 +87,8 @@ def folder_of(folder: Path) -> int:
 
 def load_and_publish(replicas: Replicas, *, folder: Path, tiny: Path, run_folder: Path) -> list[int]:
     """Bytes that this rank took at most for reading the model, and then for publishing it."""
+    # What is given back goes back at once: a process of many tests before has its allocator keep blocks of up to 32 MiB.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     make_model(tiny, replicas=replicas)  # what is imported and opened at the first time is not the model's
     found: list[int] = []
     with peak_of(found):
@@ -107,13 +111,13 @@ def load_and_publish(replicas: Replicas, *, folder: Path, tiny: Path, run_folder
     return found
 
 
-def test_two_ranks_hold_half_of_a_model_each_and_a_layer_more_while_it_is_read_and_published(tmp_path: Path) -> None:
+def test_two_ranks_hold_half_of_a_model_each_and_little_more_while_it_is_read_and_published(tmp_path: Path) -> None:
+    """A rank that read all of it in float32 would take the whole."""
     whole = folder_of(tmp_path / "model")
     tiny = make_folder(tmp_path / "tiny", family="qwen3")
     job = functools.partial(load_and_publish, folder=tmp_path / "model", tiny=tiny, run_folder=tmp_path / "run")
     (ranks,) = run_jobs([(Layout(ranks=2, shard=2), job)], tmp_path)
     print(f"{whole >> 20} MiB in float32; reading and publishing took {[[peak >> 20 for peak in found] for found in ranks]} MiB")
-    layer = whole / LAYERS
     for read, published in ranks:
-        assert read < whole / 2 + 2 * layer
-        assert published < layer
+        assert read < whole * 3 / 4
+        assert published < whole / LAYERS

@@ -113,15 +113,6 @@ def _label(name: str) -> str:
     return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[-50:].strip("-")
 
 
-def to_yaml(objects: list[dict[str, Any]]) -> str:
-    """The objects as one file of YAML documents."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        """Long strings over several lines are blocks, which people can read."""
-
-    Dumper.add_representer(
-        str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-    )
-    plain = json.loads(json.dumps(objects))  # no object stands twice: YAML would write anchors
-    return yaml.dump_all(plain, Dumper=Dumper, sort_keys=False, width=1000)
+def as_list(objects: list[dict[str, Any]]) -> str:
+    """The objects as one JSON document, which kubectl takes as it takes YAML."""
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
