@@ -18,6 +18,7 @@ from pipelinerl.weights import nccl
 from pipelinerl.weights.base import itemsize_of, plan_layout
 from pipelinerl.weights.manifest import compare
 from pipelinerl.weights.reshard import Box, whole
+from pipelinerl.weights.sharded import relay
 from pipelinerl.weights.sharded.digests import add_ranks, add_up, digest_of_piece, manifest_of, texts
 from pipelinerl.weights.sharded.plan import Piece, num_bytes_of, plan, split
 from scripts.bench import road_layouts
@@ -197,6 +198,21 @@ def test_an_engine_that_cannot_relay_is_passed_over(trainer: TrainerRanks, engin
     assert engines[1].fetch(name, digest) == 1
     assert engines[1].holds(version(1))
     assert "engine 1, rank 0 takes a policy from the trainer, because another engine did not pass it on" in caplog.text
+
+
+def test_an_engine_that_has_gone_on_to_another_policy_says_so_at_once(
+    trainer: TrainerRanks, engines: list[EngineRanks], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """And not when whoever asked has given up: one of two engines that were killed took the policy a minute late."""
+    monkeypatch.setattr(relay, "BEGIN_S", 0.1)
+    name, digest = trainer.publish(1, version(1))
+    engines[0].fetch(name, digest)
+    newer, its_digest = trainer.publish(2, version(2), number=1)
+    engines[0].fetch(newer, its_digest)
+    assert engines[1].fetch(name, digest) == 1
+    assert engines[1].holds(version(1))
+    assert "did not pass it on" in caplog.text
+    assert "imed out" not in caplog.text
 
 
 def test_a_damaged_piece_is_refused_by_name_and_by_the_rank_that_sent_it(trainer: TrainerRanks, engines: list[EngineRanks]):

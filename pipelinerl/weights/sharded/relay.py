@@ -25,6 +25,10 @@ from pipelinerl.weights.sharded.digests import NUM_BYTES
 from pipelinerl.weights.sharded.plan import Piece
 from pipelinerl.weights.sharded.source import NOTHING, numbers, send_bytes
 
+BEGIN_S = 5.0
+"""Longest wait for this rank to begin to take what it is asked for, of which it may have been told a moment later. One that has gone on to
+another policy, or was started again, never begins; then the trainer sends it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
@@ -141,8 +145,8 @@ class Relay:
         self._server.close()
 
     def _answer(self, ask: Ask, channel: Channel) -> None:
-        with self._changed:  # this rank may have asked for it a moment ago, and have nothing yet
-            self._changed.wait_for(lambda: self._is(ask.policy), self._deadline_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is(ask.policy), min(BEGIN_S, self._deadline_s))
             arriving = self._arriving if self._is(ask.policy) else None
         if arriving is None:
             channel.send(numbers(NOTHING, 0))
