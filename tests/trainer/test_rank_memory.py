@@ -111,7 +111,7 @@ def load_and_publish(replicas: Replicas, *, folder: Path, tiny: Path, run_folder
     return found
 
 
-def test_two_ranks_hold_half_of_a_model_each_and_little_more_while_it_is_read_and_published(tmp_path: Path) -> None:
+def test_two_ranks_hold_half_of_a_model_each_and_a_layer_more_while_it_is_read_and_published(tmp_path: Path) -> None:
     """A rank that read all of it in float32 would take the whole."""
     whole = folder_of(tmp_path / "model")
     tiny = make_folder(tmp_path / "tiny", family="qwen3")
