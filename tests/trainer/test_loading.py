@@ -17,7 +17,7 @@ from trainer.model.loading import dtype_on_disk, language_model
 
 
 def own_bytes() -> int:
-    """Memory of this process that it shares with nobody: no pages of files, and none that tests before have freed and the allocator kept."""
+    """Memory of this process that it shares with nobody: no pages of files, nor what tests before have freed and the allocator kept."""
     ctypes.CDLL(None).malloc_trim(0)
     (line,) = (line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Private_Dirty"))
     return int(line.split()[1]) << 10
