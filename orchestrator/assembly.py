@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrator.advantages import MethodAdvantages
 from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import prompts_of
+from orchestrator.ledger.answers import ANSWERS_FILE, Answers
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.peers.bounds import experts_of, vocabulary_of
@@ -29,10 +30,10 @@ from pipelinerl.transport.zmq import ZmqHub
 
 @contextlib.contextmanager
 def opened(
-    config: Config, run_folder: Path, *, address: str, environment: Mapping[str, str], in_script: bool = False
+    config: Config, run_folder: Path, *, address: str, environment: Mapping[str, str], in_script: bool = False, replays: bool = False
 ) -> Iterator[Dependencies]:
     """Open all of it for as long as the block runs, within a running event loop. `environment` names the launcher's lease, see
-    `pipelinerl.runtime.lease.fence_of`.
+    `pipelinerl.runtime.lease.fence_of`. `replays` has a script's calls recorded.
     """
     with contextlib.ExitStack() as at_end:
         roles = {"engine": FromEngine, "scorer": FromScorer, "trainer": FromTrainer}
@@ -79,4 +80,5 @@ def opened(
             vocabulary=vocabulary_of(config),
             experts=experts_of(config),
             in_script=in_script,
+            answers=at_end.enter_context(contextlib.closing(Answers(run_folder / ANSWERS_FILE))) if replays else None,
         )

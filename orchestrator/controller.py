@@ -60,12 +60,16 @@ class Controller:
     before anything runs; what ends the run later is raised by the call that is under way, or by the next one.
     """
 
-    def __init__(self, config: Config | Path | str, *overrides: str, resume: bool | str = False) -> None:
+    def __init__(self, config: Config | Path | str, *overrides: str, resume: bool | str = False, replay: bool = False) -> None:
         """`config` is a TOML file or what `pipelinerl.config.file.load` returns; `overrides` are as on the command line,
         `"trainer.steps=10"`.
 
         `resume` goes on with the newest run of `run.name`, or with the one that is named, at the step after the last that was trained or
         decided upon; where there is none of that name yet, a new one begins. What the script before had asked for beside is cancelled.
+
+        `replay` records what calls are answered, and leads a script that goes on through the calls of the one before, from its first line:
+        what its variables held is there again, and so are rollouts that were asked for before that step. A call that differs from the
+        record raises `ScriptDiverged`.
         """
         if isinstance(config, Config) and overrides:
             raise ConfigError(
@@ -73,6 +77,7 @@ class Controller:
             )
         self._config = resolved(config if isinstance(config, Config) else load(Path(config), overrides=overrides))
         self._resume = resume
+        self._replay = replay
         self._at_end = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> ScriptedRun:
@@ -107,7 +112,7 @@ class Controller:
         stack.enter_context(sidecars(folder, sidecars_of(config, folder)))
         environment = {EPOCH: str(lease.epoch)}
         given = stack.enter_context(
-            opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True)
+            opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True, replays=self._replay)
         )
         stack.enter_context(guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, folder, "script")))
         roles = tuple(role for role in roles_of(config, folder) if role.name != "orchestrator")
@@ -197,6 +202,9 @@ def _not_in_scripts(config: Config) -> Iterator[Finding]:
     for key, is_used in (("prm", config.prm.is_used), ("gateway", config.gateway is not None)):
         if is_used:
             yield Finding(Level.FAIL, key, "a script's run has none so far", do=f"leave section {key} out, or use `pipelinerl run`")
+    if config.is_colocated:
+        why = "a script says itself when to sample and when to train: it has no phases so far"
+        yield Finding(Level.FAIL, "pipeline.placement", why, do='set it to "apart", or use `pipelinerl run`')
     if config.compares_siblings:
         do = "compare siblings in the script, and put what comes of it into their advantages"
         yield Finding(Level.FAIL, "reward", "per = 'group' compares all siblings, and a script may score some", do=do)
@@ -205,4 +213,4 @@ def _not_in_scripts(config: Config) -> Iterator[Finding]:
         yield Finding(Level.FAIL, "rollout.cut_after", "stops siblings early, and weighs the others, by a rule of the batch cut", do=do)
     for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
         if key in getattr(config, section).model_fields_set:
-            yield note(f"{section}.{key}", f"does nothing in a script's run: {instead} says it")
+            yield note(f"{section}.{key}", f"does nothing in a script's run unless the script reads it: {instead} says it")

@@ -11,8 +11,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from orchestrator.channels import Channels
 from orchestrator.data.prompt_progress import PromptProgress
+from orchestrator.ledger.answers import Answers
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import InterruptedGroup, read_snapshot
 from orchestrator.observe.function_errors import FunctionErrors
@@ -36,10 +39,12 @@ from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.agent_turns import AgentTurns
+from orchestrator.stages.alternation import Alternation
 from orchestrator.stages.held_policies import HeldPolicies
 from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Source
 from orchestrator.stages.script import Script
+from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_steps import ScriptSteps
 from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.algorithms.methods import method_of
@@ -84,6 +89,8 @@ class Dependencies:
     """Tokens that the model knows; None where its folder does not say."""
     experts: Experts | None = None
     """The size of a mixture of experts whose routes travel; None where none do."""
+    answers: Answers | None = None
+    """The record of a script's calls, where it is led through them when it goes on."""
     in_script: bool = False
     """True where a script says what is sampled, scored and trained (`orchestrator.controller`)."""
     is_replay: bool = False
@@ -106,7 +113,12 @@ class Parts:
         """Set whenever another group might be admitted."""
         self.adds_greedy = given.step_rules is not None and given.step_rules.adds_greedy
         self.num_siblings = config.rollout.group_size + self.adds_greedy
-        self.schedule = schedule_of(config.pipeline.mode, max_staleness=config.pipeline.max_staleness, in_script=given.in_script)
+        self.schedule = schedule_of(
+            config.pipeline.mode,
+            max_staleness=config.pipeline.max_staleness,
+            in_script=given.in_script,
+            is_colocated=config.is_colocated,
+        )
         given.ledger.begin(self._settings(), now_s=self.started_s, unix_s=given.journal.clock())
         self.past = read_snapshot(given.ledger)
         self.prompt_progress = PromptProgress(source=given.source, config=config, ledger=given.ledger)
@@ -174,6 +186,8 @@ class Parts:
             failure_ends_run=True,
         )
         self.peers = (self.engines.peers, scorers, self.trainer, *self._connect_gateway())
+        self.alternation = Alternation(engines=self.engines, journal=given.journal) if config.is_colocated else Alternation()
+        """The phases of engines and trainer, where they share their devices."""
         if config.pipeline.adaptive_concurrency:
             adapt_concurrency(
                 self.admission,
@@ -245,15 +259,24 @@ class Parts:
         if self.given.is_replay:
             return LayoutFixed(tensors=())
         weights = self.config.weights
-        machines = {engine.peer: engine.ready.machine for engine in self.engines}
         transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in self.engines))
         transport, reason = choose_transport(
-            weights.transport, trainer=trainer.machine, engines=machines, address=weights.address, device_transports=transports
+            weights.transport,
+            trainer=trainer.machine,
+            engines={engine.peer: engine.ready.machine for engine in self.engines},
+            address=weights.address,
+            device_transports=transports,
+            is_colocated=self.config.is_colocated,
         )
         self.given.journal.write("choice", text=reason)
         print(reason, flush=True)
         shards = self.engines.shards() if weights.transport == "sharded" else ()
         return LayoutFixed(tensors=self.engines.layout(), num_engines=self.config.engine.count, transport=transport, shards=shards)
+
+    def rollout_sampling(self) -> Sampling:
+        """Return how engines sample rollouts; evaluations are held to no constraint."""
+        rollout = self.config.rollout
+        return msgspec.structs.replace(self.sampling(temperature=rollout.temperature), structured_outputs=rollout.structured_outputs)
 
     def sampling(self, *, temperature: float) -> Sampling:
         """Return how engines sample, for training or for evaluations.
@@ -275,7 +298,7 @@ class Parts:
             engines=self.engines,
             watch=self.watch,
             section=section,
-            sampling=self.sampling(temperature=config.rollout.temperature),
+            sampling=self.rollout_sampling(),
             max_context_tokens=min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens),
             max_tokens=config.batch.max_tokens,
             vocabulary=self.given.vocabulary,
@@ -288,18 +311,13 @@ class Parts:
         config, past, rules = self.config, self.past, self.given.step_rules
         if not self.given.in_script:
             return None
-        intended = past.intended if past.intended is not None and past.intended.step == past.open_step else None
-        next_step = past.open_step + (intended is not None)
+        next_step, waits = self.next_step, ScriptWaits(watch=self.watch, owner=Script.name)
+        self.replay = replay = ScriptReplay(self.given.answers, next_step=next_step, waits=waits)
         bound = {"max_staleness": self.schedule.max_staleness, "withhold": rules.withhold if rules is not None else None}
-        held = HeldPolicies(
-            policies=channels.policies,
-            published=channels.published,
-            trainer=self.trainer,
-            num_replicas=config.trainer.layout.replicas,
-        )
+        replicas = config.trainer.layout.replicas
+        held = HeldPolicies(policies=channels.policies, published=channels.published, trainer=self.trainer, num_replicas=replicas)
         held.publish(next_step)  # engines of a script that goes on take what the one before has trained
-        book = ScriptBook(num_steps=config.trainer.steps, first_step=next_step, **bound)
-        waits = ScriptWaits(watch=self.watch, owner=Script.name)
+        book = ScriptBook(num_steps=config.trainer.steps, first_step=0 if replay.is_kept else next_step, **bound)
         steps = ScriptSteps(
             held=held,
             book=book,
@@ -307,8 +325,10 @@ class Parts:
             admission=self.admission,
             ledger=self.given.ledger,
             waits=waits,
+            replay=replay,
+            next_step=next_step,
             past=past,
-            intended=intended,
+            intended=past.intended if next_step > past.open_step else None,
             max_row_tokens=config.batch.max_tokens,
             teachers=tuple(config.reference.teachers),
         )
@@ -320,6 +340,9 @@ class Parts:
             book=book,
             steps=steps,
             waits=waits,
+            replay=replay,
+            unscored=replay.sampled & {one.rollout_id for group in past.interrupted for one in group.rollouts},
+            known={one.trajectory.rollout_id: one for one in past.scored if one.trajectory.group_id in replay.groups},
             queue_bytes=config.pipeline.queue_bytes,
             num_siblings=config.rollout.group_size,
             adds_greedy=self.adds_greedy,
@@ -340,9 +363,22 @@ class Parts:
         )
 
     @property
+    def next_step(self) -> int:
+        """The first step that no script has decided upon."""
+        intended = self.past.intended
+        return self.past.open_step + (intended is not None and intended.step == self.past.open_step)
+
+    @property
     def interrupted(self) -> tuple[InterruptedGroup, ...]:
-        """The groups to issue again; those of a script that is gone are not."""
-        return () if self.given.in_script else self.past.interrupted
+        """The groups to issue again; of a script that is gone, those that the one which goes on awaits, without what it has read."""
+        if not self.given.in_script:
+            return self.past.interrupted
+        return tuple(
+            dataclasses.replace(group, rollouts=left)
+            for group in self.past.interrupted
+            if group.group_id in self.replay.groups
+            and (left := tuple(one for one in group.rollouts if one.rollout_id not in self.replay.sampled))
+        )
 
     def grouping(self) -> Grouping:
         """Return a collection of siblings, to which groups that were complete before do not come again."""

@@ -95,7 +95,7 @@ class Pipeline:
             credits=parts.credits,
             ledger=ledger,
             watch=parts.watch,
-            sampling=parts.sampling(temperature=config.rollout.temperature),
+            sampling=parts.rollout_sampling(),
             group_size=config.rollout.group_size,
             adds_greedy=parts.adds_greedy,
             chunk_tokens=config.prm.chunk_tokens if self.prm else 0,
@@ -156,6 +156,7 @@ class Pipeline:
             num_replicas=config.trainer.layout.replicas,
             num_steps=config.trainer.steps,
             holds_batches=parts.schedule.holds_batches,
+            alternation=parts.alternation,
             ledger=given.ledger,
             progress=parts.progress,
             watch=parts.watch,
@@ -178,5 +179,6 @@ class Pipeline:
             layout_for=parts.layout_for,
             commit_deadline_s=config.pipeline.stall_limit_s,
             kv_policy=parts.kv_policy,
+            alternation=parts.alternation,
         )
         yield self.weight_sync

@@ -30,6 +30,7 @@ from pipelinerl.algorithms.own import is_own
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.config import Config, DataSection, RewardSection
 from pipelinerl.data.chat import ChatTemplate
+from pipelinerl.data.images import num_images, read_images
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
@@ -230,8 +231,9 @@ class _Source:
             try:
                 columns = self.reader.columns(row, where=where)
                 value = row[self.reader.prompt_column]
-                text = self.reader.text(row, where=where)
-                self.texts.add(hash(text))
+                images = read_images(row, num=num_images(value), where=where)
+                text = self.reader.text(row, where=where, images=images)
+                self.texts.add(hash((text, images)))
                 self._measure(value, text, where)
             except DataError as error:
                 self._note("row", str(error))

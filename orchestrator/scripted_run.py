@@ -9,8 +9,11 @@ from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import msgspec
+import numpy as np
+
 from orchestrator.ledger.rollouts import Counts
-from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sampled_of, samples_of
+from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
 from orchestrator.run import Run
 from orchestrator.stages.streams import Stream
 from pipelinerl.algorithms.step_loss import method_of_loss
@@ -29,12 +32,17 @@ from pipelinerl.messages import (
     Trajectory,
 )
 from pipelinerl.storage.checkpoint_folder import name_of
+from pipelinerl.transport.codec import Decoder, encode
 
 OWN_PROMPTS = 1 << 40
 """Number of the first prompt that a script makes itself; prompts of `data.source` have smaller ones."""
 
 Row = Mapping[str, Any]
 """A row as `data.source` would give it: the column of `data.prompt_column`, and what rewards read."""
+
+
+_Verdict = tuple[list[Sample], list[tuple[int, str, str]]]
+_prompts: Decoder[Prompt] = Decoder(Prompt)
 
 
 class DemonstrationOf(Protocol):
@@ -68,11 +76,13 @@ class ScriptedRun:
         self._given = run.parts.given
         self._script = run.pipeline.script
         self._steps = self._script.steps
-        self._config = config
+        self.config = config
+        """The settings, resolved: what they leave to a script (`batch.groups_per_step`, `evaluation.every`) is there for it to read."""
         self._prompt_of = prompt_of
         self._decode = decode
         self._demonstration = demonstration
-        self._num_own_prompts = run.parts.past.next_group_id
+        self._replay = self._script.replay
+        self._num_own_prompts = 0 if self._replay.is_kept else run.parts.past.next_group_id
 
     @property
     def step(self) -> int:
@@ -82,7 +92,7 @@ class ScriptedRun:
     @property
     def num_steps(self) -> int:
         """The most steps of this run, `trainer.steps`, by which the learning rate is planned."""
-        return self._config.trainer.steps
+        return self.config.trainer.steps
 
     @property
     def version(self) -> int:
@@ -98,18 +108,31 @@ class ScriptedRun:
 
     def prompts(self, count: int) -> list[Prompt]:
         """Draw the next prompts of `data.source`. Raises `DataError`."""
-        return [self._given.source.next() for _ in range(count)]
+        source = self._given.source
 
-    def sample(self, prompts: Iterable[Prompt | Row], *, group: int | None = None) -> Stream[Trajectory]:
+        def decode(body: bytes) -> list[Prompt]:
+            position, prompts = msgspec.msgpack.decode(body)
+            source.position = max(source.position, tuple(position))
+            return [_prompts.decode(one) for one in prompts]
+
+        return self._replay.answer(
+            self._replay.begin("prompts", count),
+            lambda: [source.next() for _ in range(count)],
+            encode=lambda prompts: msgspec.msgpack.encode([source.position, list(map(encode, prompts))]),
+            decode=decode,
+        )
+
+    def sample(self, prompts: Iterable[Prompt | Row], *, group: int | None = None, step: int | None = None) -> Stream[Trajectory]:
         """Have each prompt answered `group` times (`rollout.group_size`), from this moment on, whether or not anybody reads.
 
         `async for` gives each rollout as it finishes, `await` all of them. Every one has to be read. A prompt is one of `prompts`, or a row
-        of your own. Raises `NobodySends` where the policy that engines hold is too old for the next step until `publish`, `DataError` for a
-        prompt that is too long.
+        of your own. `step` is the one that they are for, by default the next: an engine that is more than `pipeline.max_staleness` versions
+        behind it takes none. Raises `NobodySends` where the policy that was published last is too old for it until `publish`, `DataError`
+        for a prompt that is too long.
         """
         if group is not None:
             self._check_group(group)
-        return self._script.sample([self._prompt(one) for one in prompts], num_siblings=group)
+        return self._script.sample([self._prompt(one) for one in prompts], num_siblings=group, step=self.step if step is None else step)
 
     def score(self, rollouts: Iterable[Trajectory] | AsyncIterable[Trajectory]) -> Stream[ScoredTrajectory]:
         """Have rollouts scored by the rewards of the config; takes a list of them, or what `sample` returned.
@@ -126,20 +149,24 @@ class ScriptedRun:
         filtered or failed. A rule over a whole step (`batch`) takes all that is given here as the step.
         """
         self._script.waits.check()
-        rules, kept = self._given.step_rules, list[tuple[Siblings, list[Any]]]()
-        for siblings in self._script.book.siblings(scored):
-            usable = tuple(member for member in siblings if member.score.outcome is Outcome.OK)
-            found = self._refusal(siblings, usable) or self._given.group_advantages(usable)
-            if isinstance(found, tuple):
-                self._script.book.refuse(siblings[0].trajectory.group_id, *found)
-            elif isinstance(found, Filtered):
-                self._script.book.refuse(siblings[0].trajectory.group_id, TerminalStatus.FILTERED, found.reason)
-            else:
-                kept.append((usable, found))
-        if kept and rules is not None and rules.step_advantages is not None:
-            groups = [usable for usable, _ in kept]
-            kept = list(zip(groups, rules.step_advantages(groups), strict=True))
-        return [sample for usable, columns in kept for sample in samples_of(usable, columns)]
+        groups = self._script.book.siblings(scored)
+        members = {member.trajectory.rollout_id: member for siblings in groups for member in siblings}
+
+        def decode(body: bytes) -> _Verdict:
+            rows, refused = msgspec.msgpack.decode(body)
+            return [sample_of(members[name], np.frombuffer(column, np.float32)) for name, column in rows], refused
+
+        samples, refused = self._replay.answer(
+            self._replay.begin("advantages", *((name, member.score.reward) for name, member in members.items())),
+            lambda: self._decide(groups),
+            encode=lambda found: msgspec.msgpack.encode(
+                [[(one.trajectory.rollout_id, one.advantages.tobytes()) for one in found[0]], found[1]]
+            ),
+            decode=decode,
+        )
+        for group_id, status, reason in refused:
+            self._script.book.refuse(group_id, TerminalStatus(status), reason)
+        return samples
 
     def text(self, rollout: Trajectory) -> str:
         """Return the text of what was sampled, as rewards see it."""
@@ -155,10 +182,10 @@ class ScriptedRun:
         this step has, where that is not `algorithm.name`: a row of the table of algorithms. Raises `TrainedTwice`, `RolloutsUnread`,
         `NobodySends` after the last step, and `ScriptError` where no row can train, or for a loss that this run has no models for.
         """
-        if loss in (None, self._config.algorithm.name):
+        if loss in (None, self.config.algorithm.name):
             return await self._steps.train(rows, loss="")
         try:
-            method_of_loss(self._config, str(loss))
+            method_of_loss(self.config, str(loss))
         except ConfigError as error:
             raise ScriptError(f"train: {error}") from None
         return await self._steps.train(rows, loss=str(loss))
@@ -183,9 +210,14 @@ class ScriptedRun:
         """
         if model not in list(LogprobModel):
             raise ScriptError(f"logprobs: model is {model!r}, expected one of {', '.join(LogprobModel)}")
-        if model == LogprobModel.REFERENCE and not self._config.reference.folders:
+        if model == LogprobModel.REFERENCE and not self.config.reference.folders:
             raise ScriptError("logprobs: no reference. Set reference.path, to model.path for the model that the run begins with")
-        return await self._steps.logprobs(rollouts, model=LogprobModel(model))
+        return await self._replay.wait(
+            self._replay.begin("logprobs", str(model), *(one.rollout_id for one in rollouts)),
+            lambda: self._steps.logprobs(rollouts, model=LogprobModel(model)),
+            encode=lambda columns: msgspec.msgpack.encode([column.tobytes() for column in columns]),
+            decode=lambda body: [np.frombuffer(column, np.float32) for column in msgspec.msgpack.decode(body)],
+        )
 
     async def publish(self) -> int:
         """Bring the newest policy to the engines, and return its version.
@@ -196,7 +228,10 @@ class ScriptedRun:
         self._script.waits.check()
         self._script.book.check_publish()
         version = self.step
-        await self._steps.publish(version)
+        if self._replay.is_recorded(self._replay.begin("publish")):
+            self._script.book.published = version
+        else:
+            await self._steps.publish(version)
         return version
 
     async def evaluate(self) -> float | None:
@@ -208,6 +243,11 @@ class ScriptedRun:
         self._script.waits.check()
         if not self._given.held_out:
             raise ScriptError("evaluate: no held-out prompts. Set evaluation.source")
+        return await self._replay.wait(
+            self._replay.begin("evaluate"), self._evaluate, encode=msgspec.msgpack.encode, decode=msgspec.msgpack.decode
+        )
+
+    async def _evaluate(self) -> float | None:
         version, evaluation = self.version, self._run.evaluation
         await self._script.waits.beside(self._run.in_force(version), f"engines to commit policy {version}")
         await self._script.waits.beside(evaluation.evaluate(version), f"the evaluation of policy {version}")
@@ -222,8 +262,10 @@ class ScriptedRun:
         self._script.waits.check()
         self._script.book.check_save()
         version = self.step
-        await self._steps.save(version, checkpoints=self._run.pipeline.training.session.checkpoints)
         path = self.folder / "checkpoints" / name_of(version)
+        if self._replay.is_recorded(self._replay.begin("save")):
+            return path
+        await self._steps.save(version, checkpoints=self._run.pipeline.training.session.checkpoints)
         if not path.is_dir():
             raise PeerRefused(f"save: the trainer could not write {path}: see its log. The checkpoint before it is untouched")
         return path
@@ -235,6 +277,7 @@ class ScriptedRun:
         """
         script, training = self._script, self._run.pipeline.training
         script.check_all_read()
+        self._replay.check_over()
         await self._steps.drop_refused()
         if self.step < self.num_steps:
             self._run.stop("the script has ended", evaluates=False)
@@ -245,6 +288,24 @@ class ScriptedRun:
 
     # --- inside ---
 
+    def _decide(self, groups: Iterable[Siblings]) -> _Verdict:
+        """Return the rows that the method makes of groups, and which of them it refuses, and why."""
+        rules, kept = self._given.step_rules, list[tuple[Siblings, list[Any]]]()
+        refused: list[tuple[int, str, str]] = []
+        for siblings in groups:
+            usable = tuple(member for member in siblings if member.score.outcome is Outcome.OK)
+            found = self._refusal(siblings, usable) or self._given.group_advantages(usable)
+            if isinstance(found, tuple):
+                refused.append((siblings[0].trajectory.group_id, *found))
+            elif isinstance(found, Filtered):
+                refused.append((siblings[0].trajectory.group_id, TerminalStatus.FILTERED, found.reason))
+            else:
+                kept.append((usable, found))
+        if kept and rules is not None and rules.step_advantages is not None:
+            usable_groups = [usable for usable, _ in kept]
+            kept = list(zip(usable_groups, rules.step_advantages(usable_groups), strict=True))
+        return [sample for usable, columns in kept for sample in samples_of(usable, columns)], refused
+
     def _prompt(self, prompt: Prompt | Row) -> Prompt:
         if isinstance(prompt, Prompt):
             return prompt
@@ -252,14 +313,14 @@ class ScriptedRun:
         return self._prompt_of(number, prompt)
 
     def _check_group(self, group: int) -> None:
-        most = self._config.rollout.group_size
+        most = self.config.rollout.group_size
         if not 1 <= group <= most or (group < most and self._run.parts.adds_greedy):
             expected = f"rollout.group_size, {most}" if self._run.parts.adds_greedy else f"1 to rollout.group_size, {most}"
             raise ScriptError(f"sample: group is {group}, expected {expected}")
 
     def _refusal(self, siblings: Siblings, usable: Siblings) -> tuple[TerminalStatus, str] | None:
         """Say why a group fails, by the rules of `rules.batch.BatchCut`."""
-        fewest = self._config.batch.min_group_size
+        fewest = self.config.batch.min_group_size
         if len(sampled_of(usable)) < max(1, min(fewest, len(sampled_of(siblings)))):
             return TerminalStatus.FAILED, f"fewer than {fewest} siblings scored"
         if self._run.parts.adds_greedy and greedy_of(usable) is None:

@@ -7,11 +7,11 @@ import sys
 
 from rich.markup import escape
 
-from pipelinerl.cli import plan, reference, runs, serve, simulate, train
+from pipelinerl.cli import clusters, plan, reference, runs, serve, simulate, train
 from pipelinerl.cli.app import app, errors
 from pipelinerl.errors import PipelineError
 
-for group in (train, serve, plan, simulate, runs, reference):
+for group in (train, clusters, serve, plan, simulate, runs, reference):
     app.add_typer(group.commands)
 
 

@@ -25,6 +25,7 @@ PipelineError
         NothingTrained     it publishes, or saves, what was not trained
         TrainedTwice       it trains, or scores, a rollout for a second time
         RolloutsUnread     it leaves rollouts unread that it has asked for
+        ScriptDiverged     it goes on, and calls something else than it did before
 
 A message says what, which one, got, expected, and what to do.
 """
@@ -132,3 +133,7 @@ class TrainedTwice(ScriptError):
 
 class RolloutsUnread(ScriptError):
     """A script leaves rollouts unread that it has asked for."""
+
+
+class ScriptDiverged(ScriptError):
+    """A script that goes on calls something else than was recorded; names the call."""

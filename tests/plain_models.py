@@ -18,6 +18,11 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.v1.engine import core
+from vllm.v1.worker import gpu_worker
+
+gc.freeze()
+gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None  # as `real_engine` says
 
 
 def by_transformers(folder: str, sequences: list[list[int]]) -> list[list[float]]:

@@ -21,10 +21,10 @@ def program(code: str, **values: object) -> tuple[str, ...]:
     return (sys.executable, "-c", begin + textwrap.dedent(code))
 
 
-def wait_until(claim: Callable[[], bool], *, what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
+def wait_until(claim: Callable[[], bool], *, what: str, within_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + within_s
     while not claim():
-        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {what}"
+        assert time.monotonic() < end, f"waited {within_s:g} s: {what}"
         time.sleep(0.01)
 
 

@@ -38,6 +38,8 @@ def vllm_engine(
     options: dict[str, Any] | None = None,
     quantization: Literal["none", "int8"] = "none",
     async_scheduling: bool | None = None,
+    is_colocated: bool = False,
+    structured_outputs: tuple[dict[str, Any], ...] = (),
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
     section = EngineSection(  # pyright: ignore[reportCallIssue]
@@ -52,6 +54,7 @@ def vllm_engine(
         import torch._dynamo
 
         from pipelinerl.engine.vllm.engine import VllmEngine
+    keep_modules_frozen()
 
     try:
         # An engine process says so in its environment, which torch reads once: here another test may have imported it before. A rank that
@@ -60,11 +63,12 @@ def vllm_engine(
             yield VllmEngine(
                 model=ModelSection(path=folder, dtype=dtype, max_tokens=max_tokens, replay_routing=replay_routing),
                 engine=section,
-                rollout=RolloutSection(),  # pyright: ignore[reportCallIssue]
+                rollout=RolloutSection(structured_outputs=structured_outputs),  # pyright: ignore[reportCallIssue]
                 seed=0,
                 weights=weights,
                 policies=policies,
                 adapters=adapters,
+                is_colocated=is_colocated,
             )
     finally:
         gc.collect()
@@ -72,6 +76,17 @@ def vllm_engine(
         loop.close()
         os.environ.clear()
         os.environ.update(before)
+
+
+def keep_modules_frozen() -> None:
+    """An engine that ends thaws all that importing froze: each later collection, of which an engine asks for ten, then takes half a second.
+
+    Nor is an engine frozen that has been loaded, since it could then not be collected.
+    """
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker
+
+    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
 
 
 class Publisher:

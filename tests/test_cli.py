@@ -59,6 +59,8 @@ def test_help_names_the_first_thing_to_do():
         "trace",
         "slurm",
         "k8s",
+        "ray",
+        "engines",
         "doctor",
         "algorithms",
         "keys",
@@ -181,3 +183,24 @@ def test_a_disk_that_is_full_is_said_so_in_one_line(config: Path, monkeypatch: p
         main()
     said = " ".join(capsys.readouterr().err.split())
     assert said == "OSError: No space left on device: /runs/demo/config.json; make room there, and `--resume` goes on"
+
+
+def test_the_settings_of_a_comparison_in_modes_are_of_no_other(tmp_path: Path):
+    shown = pipelinerl("compare", tmp_path / "one", tmp_path / "two", "--seconds", "5")
+    assert shown.returncode == 1
+    assert "are of --modes, which runs a config" in " ".join(shown.stderr.split())
+
+
+def test_a_mode_whose_run_fails_is_named_with_the_end_of_its_log(config: Path, tmp_path: Path):
+    shown = pipelinerl("compare", "--modes", config, "--steps", "3", cwd=tmp_path)
+    assert shown.returncode == 1
+    said = " ".join(shown.stderr.split())
+    assert "PeerGone: mode sync ended with exit code 1" in said
+    assert "no folder at missing-model" in said
+
+
+def test_modes_that_a_config_does_not_allow_are_refused_before_anything_runs(config: Path, tmp_path: Path):
+    shown = pipelinerl("compare", "--modes", config, "trainer.stepz=3", cwd=tmp_path)
+    assert shown.returncode == 1
+    assert "did you mean trainer.steps?" in " ".join(shown.stderr.split())
+    assert not (tmp_path / "runs").exists()

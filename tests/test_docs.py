@@ -233,10 +233,12 @@ def test_the_menu_leads_to_every_page() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    if not (ROOT / ".venv-docs").exists():
-        pytest.skip("needs the packages of scripts/lock/docs.txt: run scripts/docs once")
-    subprocess.run([ROOT / "scripts" / "docs", "--site-dir", tmp_path / "site"], check=True, capture_output=True, text=True)
+    built = subprocess.run([ROOT / "scripts" / "docs", "--site-dir", tmp_path / "site"], capture_output=True, text=True, check=False)
+    if built.returncode and "from versions: none" in built.stderr:
+        pytest.skip("the packages of scripts/lock/docs.txt cannot be fetched here")
+    assert built.returncode == 0, built.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 20
     outside = {link for page in pages for link in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text())}

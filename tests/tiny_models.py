@@ -49,10 +49,11 @@ def make_endless(folder: Path, *, context: int, seed: int = 0) -> None:
         tensors["lm_head.weight"][unwanted] = 0.0
         tensors["lm_head.weight"][unwanted, 0] = -10.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _change_config(folder, num_hidden_layers=1, max_position_embeddings=context, layer_types=["full_attention"], max_window_layers=1)
+    change_config(folder, num_hidden_layers=1, max_position_embeddings=context, layer_types=["full_attention"], max_window_layers=1)
 
 
-def _change_config(folder: Path, **settings: object) -> None:
+def change_config(folder: Path, **settings: object) -> None:
+    """Set fields of a model's config.json."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | settings))
 
@@ -67,20 +68,66 @@ def make_prm(folder: Path, *, seed: int = 0, context: int = 1024) -> None:
     tensors |= {"score.0.weight": torch.randn(size, size) * 0.3, "score.0.bias": torch.zeros(size)}
     tensors |= {"score.2.weight": torch.randn(2, size) * 0.3, "score.2.bias": torch.zeros(2)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _change_config(folder, architectures=["Qwen2ForProcessRewardModel"], max_position_embeddings=context)
+    change_config(folder, architectures=["Qwen2ForProcessRewardModel"], max_position_embeddings=context)
 
 
-def make_tokenizer(folder: Path) -> None:
-    """One token for each printable ASCII character, after <pad>, <bos> and <eos>."""
+IMAGE_TOKENS = (
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+)
+
+
+def make_idefics3(folder: Path, *, seed: int = 0, splits: bool = False, scale: float = 0.1) -> None:
+    """Write an Idefics3 model of 0.2 M parameters, four features an image, with transformers' own processor; `splits` cuts large images."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig, PreTrainedTokenizerFast
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    torch.manual_seed(seed)
+    make_tokenizer(folder, special=IMAGE_TOKENS)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": scale}
+    text = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **sizes,
+    )
+    vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32, "patch_size": 8, **sizes}
+    config = Idefics3Config(
+        text_config=text, vision_config=vision, image_token_id=98, scale_factor=2, pad_token_id=0, tie_word_embeddings=False
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    edge = {"longest_edge": 32}
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 64} if splits else edge, max_image_size=edge, do_image_splitting=splits)
+    template = (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template).save_pretrained(folder)
+
+
+def make_tokenizer(folder: Path, *, special: tuple[str, ...] = ()) -> None:
+    """One token for each printable ASCII character, after <pad>, <bos> and <eos>; then those that are `special`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters, *special])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    further = {"additional_special_tokens": list(special)} if special else {}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", **further)
+    made.save_pretrained(folder)
 
 
 def forcing(tensors: dict[str, torch.Tensor], token_id: int) -> dict[str, torch.Tensor]:

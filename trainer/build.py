@@ -16,6 +16,8 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import specs_of
 from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config, Offload, SftSection, TrainerSection
+from pipelinerl.config.families import takes_images
+from pipelinerl.data.images import ImageProcessor
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError
 from pipelinerl.runtime import startup
@@ -147,6 +149,7 @@ def build_step(
         critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
         replay_routing=config.model.replay_routing,
         controllers=controllers,
+        image_processor=ImageProcessor(config.model.path) if takes_images(config.model.path) else None,
         sft_stream=_sft_stream(config, backend=backend, replicas=replicas),
     )
 

@@ -36,6 +36,7 @@ from pipelinerl.planning.memory import rank_bytes, read_weights
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.zmq import ZmqLink
+from pipelinerl.weights.host_memory import give_back_freed
 from pipelinerl.weights.timeline import timeline_of
 from pipelinerl.weights.transports import device_transports
 from trainer.build import adapters_of, build_critic, build_policy, build_steps, state_of
@@ -52,6 +53,7 @@ from trainer.rows.packed_row import PackedRow
 from trainer.step_timer import StepTimer
 from trainer.steps import Steps, TrainedStep
 from trainer.weights.async_publisher import AsyncPublisher
+from trainer.weights.in_place import mover
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
 
@@ -90,6 +92,16 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
     )
     adapters = policy.model.adapters if sharded is None else policy.model.described_adapters
     publisher = None
+
+    def rest(*, is_new: bool = False) -> None:
+        for trained in (policy, critic) if config.is_colocated else ():
+            if trained is not None:
+                trained.optimizer.give_back(is_new=is_new)
+        if config.is_colocated:
+            give_back_freed()
+
+    rest(is_new=not first)
+
     if replicas.rank == 0:
         publisher = Publisher(
             policy.model.tensors if sharded is None else sharded.described,
@@ -101,6 +113,8 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             write=None if sharded is None else sharded.lead,
             shards=None if sharded is None else sharded.sender,
             adapters=adapters if config.lora.rank else None,
+            in_place=config.is_colocated,
+            move=mover(policy.model, policy.optimizer) if config.is_colocated and sharded is None else None,
             training_bytes=rank_bytes(config, read_weights(config.model.path), method=method_of(config)),
         )
 
@@ -165,6 +179,8 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             take_news=checkpoints.take_news,
             wait_for_checkpoint=checkpoints.wait,
             checkpoint_every=config.checkpoint.every,
+            publishes_first=config.is_colocated,
+            rest=rest,
         )
         version = loop.run(first, config.trainer.steps)
         checkpoints.wait()
@@ -199,13 +215,17 @@ class Loop:
     """Waits until what was begun is written, or has failed."""
     checkpoint_every: int
     """Steps."""
+    publishes_first: bool = False
+    """Publish also the policy that engines have loaded themselves: those that are asleep have it no more."""
+    rest: Callable[[], None] = lambda: None
+    """Gives memory back that the next step takes again: engines are about to need it."""
 
     def run(self, first: int, num_steps: int) -> int:
         """Train step after step, and publish a policy after each; end after the last, or once told to, all ranks alike.
 
         Returns the last version.
         """
-        if first:
+        if first or self.publishes_first:
             self.async_publisher.begin(first)  # no engine can have it: who starts here is not who trained it
         commit, version = "", first
         saved = first
@@ -255,6 +275,7 @@ class Loop:
         self.send(StepDone(step=number, metrics=metrics | seconds, engines=step.engines))
         with self.timer("publish"):
             self.async_publisher.begin(number + 1)
+            self.rest()  # while a thread takes digests
         if is_due:
             with self.timer("checkpoint"):
                 self.checkpoint(number + 1, commit)

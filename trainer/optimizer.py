@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import PipelineError
+from pipelinerl.weights.host_memory import give_back, offer_zeros
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import ParameterSharding, local, whole_of
 
@@ -90,6 +91,8 @@ class Optimizer:
         """Pieces of parameters that are a rounded copy of their master."""
         self._in_place: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """Parameters whose gradient autograd adds up in a part of `gradient` by itself."""
+        self._pieces: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """Every parameter, and its piece as it is known here: a tensor of its own over the same memory."""
         shardings = [ParameterSharding()] * len(parameters) if shardings is None else shardings
         # Pieces that are summed over the same ranks lie side by side, so that each sum is one collective; the order of the sums is that of
         # the parameters, so that all ranks keep to the same.
@@ -167,6 +170,24 @@ class Optimizer:
             for piece, master in self._rounded:
                 piece.copy_(master)
 
+    def follow(self) -> None:
+        """Go on with parameters that were moved: each lies where its memory is now."""
+        for parameter, piece in self._pieces:
+            piece.data = local(parameter.detach())
+
+    def give_back(self, *, is_new: bool = False) -> int:
+        """Give the memory of what holds zeros back to the host, where it is the host's; return the bytes.
+
+        Between two steps that is the gradient, whose pages the system takes as it needs them; of an optimizer that has taken none
+        (`is_new`), all of it and of the moments.
+        """
+        if self.gradient.device.type != "cpu":
+            return 0
+        if not is_new:
+            return offer_zeros(self.gradient)
+        moments = [state[kind] for state in self._adamw.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+        return sum(give_back(tensor) for tensor in (self.gradient, *moments) if tensor.is_contiguous())
+
     def take_weights(self) -> None:
         """Have those that take the updates be the weights as they are, where another has written the latter."""
         with torch.no_grad():
@@ -200,6 +221,7 @@ class Optimizer:
     def _collect(self, parameter: torch.nn.Parameter, part: torch.Tensor, update_from: torch.Tensor) -> torch.Tensor:
         """Have a parameter's gradients add up in `part`; return the float32 piece that takes the updates, from `update_from`."""
         piece = local(parameter.detach())
+        self._pieces.append((parameter, piece))
         if parameter.dtype == torch.float32:
             parameter.grad = _like(parameter, part.view(piece.shape))  # autograd adds to a gradient that is there, in place
             self._in_place.append((parameter, parameter.grad))

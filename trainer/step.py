@@ -33,6 +33,7 @@ from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.algorithms.signal import gradient_needs_advantage
 from pipelinerl.data.expert_routes import num_unrouted, table_of
+from pipelinerl.data.images import ImageProcessor
 from pipelinerl.messages import EngineMismatch, MicroBatch, StepClosed
 from trainer.advantages import HeldRow, with_advantages
 from trainer.backend import Backend, Outputs
@@ -46,6 +47,7 @@ from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
 from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
+from trainer.rows.images import images_of_row
 from trainer.rows.packed_row import PackedRow
 
 _OF_LAST_EPOCH = ("ratio_mean", "ratio_min", "ratio_max", "ppo_kl", "clip_fraction", "value_clipped")
@@ -76,6 +78,8 @@ class Step:
     """Tokens that have no route to replay are counted."""
     controllers: Controllers | None = None
     """The coefficients that follow a measurement; by default, from the method's own on."""
+    image_processor: ImageProcessor | None = None
+    """Of a model that takes images."""
     sft_stream: SftStream | None = None
     """Demonstrations that every epoch trains beside the rows."""
 
@@ -120,6 +124,7 @@ class Step:
             context_shard=self.replicas.context_shard,
             routes=None if batch.routes is None else table_of(batch.routes),
             nodes=batch.nodes,
+            images=images_of_row(batch, processor=self.image_processor),
         )
 
     def split(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:

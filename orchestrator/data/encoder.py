@@ -7,9 +7,11 @@ stand in the prompt, unless `data.tools` names others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from pipelinerl.config import Config
+from pipelinerl.data.images import ImageProcessor
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder
 from pipelinerl.rewards.pool.plan import environment_component
 from pipelinerl.rewards.stateful import offered_tools
@@ -20,7 +22,8 @@ def encoder_of(config: Config, tokenizer: Any) -> TextEncoder:
     options = ChatOptions.of(config.data)
     component = environment_component(config.environment)
     if component is None or not component.is_stateful:
-        return TextEncoder(tokenizer, options=options)
+        processor = functools.cache(lambda: ImageProcessor(config.model.path))
+        return TextEncoder(tokenizer, options=options, image_processor=processor)
     if options.tools is None and (tools := offered_tools(component)):
         options = dataclasses.replace(options, tools=tools)
     return TextEncoder(tokenizer, options=options, opens_turn=False)

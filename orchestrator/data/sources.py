@@ -33,10 +33,11 @@ from orchestrator.data.rows import Table, open_rows
 from orchestrator.rules.curriculum import Curriculum, Rest, epoch_and_number
 from pipelinerl.config import Config, DataSection
 from pipelinerl.data.columns import NotJson, json_value
+from pipelinerl.data.images import COLUMN, num_images, read_images
 from pipelinerl.data.tokenizer import TextEncoder
 from pipelinerl.engine.kv import context_of
 from pipelinerl.errors import ConfigError, DataError
-from pipelinerl.messages import Prompt
+from pipelinerl.messages import Images, Prompt
 
 MAX_SKIPPED_OF_STREAM = 10_000
 """Prompts too long in a row after which an iterable, which may never end, is given up. Smaller gives up on long stretches of them."""
@@ -189,24 +190,30 @@ class PromptBuilder:
         """Return the prompt of a row. Raises `DataError` naming `where` and what is wrong with the row."""
         columns = self.columns(row, where=where)
         value = row[self.prompt_column]
-        text = self.text(row, where=where)
+        images = read_images(row, num=num_images(value), where=where)
+        text = self.text(row, where=where, images=images)
         token_ids = self.token_ids(value, text, where=where)
         messages = _plain([{"role": "user", "content": value}] if isinstance(value, str) else value, self.prompt_column, where)
         chat = tuple(messages) if self._encoder.is_chat(value) else ()
-        return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=np.asarray(token_ids, np.int32), columns=columns, chat=chat)
+        ids = np.asarray(token_ids, np.int32)
+        return Prompt(prompt_id=f"{epoch}:{number}", text=text, token_ids=ids, columns=columns, chat=chat, images=images)
 
     def columns(self, row: Any, *, where: str) -> dict[str, Any]:
-        """Return all columns but the prompt's. Raises `DataError`."""
+        """Return all columns but the prompt's, and but its images where it has some. Raises `DataError`."""
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: a {type(row).__name__}, expected a dictionary of columns")
         if self.prompt_column not in row:
             raise DataError(
                 f"{where}: no column {self.prompt_column!r}; there are {', '.join(map(repr, row)) or 'none'}. Set data.prompt_column."
             )
-        return {_name(name, where): _plain(value, name, where) for name, value in row.items() if name != self.prompt_column}
+        own = {self.prompt_column} | ({COLUMN} if num_images(row[self.prompt_column]) else set())
+        return {_name(name, where): _plain(value, name, where) for name, value in row.items() if name not in own}
 
-    def text(self, row: Mapping[str, Any], *, where: str) -> str:
-        """Return the prompt as the model sees it: its text, or messages rendered by the chat template. Raises `DataError`."""
+    def text(self, row: Mapping[str, Any], *, where: str, images: Images | None = None) -> str:
+        """Return the prompt as the model sees it: its text, or messages rendered by the chat template. Raises `DataError`.
+
+        `images` are the row's, which are read where they are not given.
+        """
         value = row[self.prompt_column]
         if isinstance(value, str):
             return self._rendered(value, row, where=where)
@@ -214,11 +221,17 @@ class PromptBuilder:
         if not is_chat or not value:
             kind = type(value).__name__
             raise DataError(f"{where}: column {self.prompt_column!r} is a {kind}, expected text or a list of chat messages with roles")
-        return self._rendered(_plain(value, self.prompt_column, where), row, where=where)
+        if images is None:
+            images = read_images(row, num=num_images(value), where=where)
+        return self._rendered(_plain(value, self.prompt_column, where), row, where=where, images=images)
 
-    def _rendered(self, value: Any, row: Mapping[str, Any], *, where: str) -> str:
+    def _rendered(self, value: Any, row: Mapping[str, Any], *, where: str, images: Images = ()) -> str:
         try:
-            return self._encoder.text(value, row)
+            return self._encoder.text(value, row, images=images)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        except ConfigError as error:
+            raise DataError(f"{where}: its messages have an image, and {error}") from error
         except Exception as error:  # a model's chat template is a program of its own
             raise DataError(f"{where}: the model's chat template refuses these messages: {type(error).__name__}: {error}") from error
 

@@ -23,6 +23,7 @@ Every entry is `t` (seconds on the clock of the process that wrote it, see `bega
     of a rollout
     admitted    with its group and prompt               issued      an `attempt`, to `peer`, which samples under `version`
     lost        the attempt, and why                    reattached  an attempt that survived in its engine
+    held        an attempt that was answered before a restart, and that the script which goes on has read
     reset       an environment with state begins the `attempt`, which is issued next; `reason`: ok, or how it failed
     observed    the environment, at `turn`, of what `peer` wrote; `reason`: ok, over, or how it failed
     early_stop  the decision after `prm_step` steps, whose `score` is too low; `data`: whether it stops, probability of going on

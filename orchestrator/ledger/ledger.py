@@ -148,6 +148,10 @@ class Ledger:
         """Note that an attempt from before the restart is still in its engine, and that its answer is awaited."""
         self.record("reattached", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=f"engine-{engine_id}")
 
+    def hold(self, trajectory: Trajectory, *, now_s: float) -> None:
+        """Note that the script that goes on holds the answer to an attempt from before the restart, which was not scored."""
+        self.record("held", now_s=now_s, rollout_id=trajectory.rollout_id, attempt=trajectory.attempt)
+
     def lose(self, rollout_id: str, *, attempt: int, engine_id: int | None, reason: str, now_s: float) -> None:
         """Note that an attempt will not be answered, or that its answer is impossible (`refused: <kind>`); None: its agent has failed."""
         self.record("lost", now_s=now_s, rollout_id=rollout_id, attempt=attempt, peer=_peer(engine_id), reason=reason)

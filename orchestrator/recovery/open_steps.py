@@ -70,6 +70,11 @@ class OpenSteps:
         return self.open.get(self.num_done)
 
     @property
+    def num_closed(self) -> int:
+        """Steps that have all their rows, trained or not."""
+        return max(self.num_booked, *(number + 1 for number, step in self.open.items() if step.end is not None), 0)
+
+    @property
     def num_bytes_ahead(self) -> int:
         """Bytes of the rows of steps after the next one."""
         return sum(step.num_bytes for number, step in self.open.items() if number > self.num_done)

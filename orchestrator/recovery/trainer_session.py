@@ -64,7 +64,7 @@ class TrainerSession:
     on_replaced: Callable[[], None]
     """The callback for another process that takes the trainer's place."""
     on_moved: Callable[[], None]
-    """The callback for a trainer whose position is known, or that has saved a checkpoint."""
+    """The callback for a trainer whose position is known, that has saved a checkpoint, or that trains no further."""
     replicas: dict[int, TrainerReady] = dataclasses.field(default_factory=dict)
     """The replicas that have announced themselves."""
     is_starting: bool = False
@@ -128,6 +128,10 @@ class TrainerSession:
 
         self.trainer.on(kind, functools.partial(self._once_started, hear))
 
+    def num_closed(self) -> int:
+        """Return how many steps the newest policy should hold: all that are closed; of a trainer that trains no further, those it has."""
+        return self.steps.num_done if self.ended.is_set() else self.steps.num_closed
+
     @property
     def position(self) -> TrainerProgress:
         """The trainer's position, by which its messages are checked."""
@@ -190,6 +194,7 @@ class TrainerSession:
 
     def _on_ended(self, ended: TrainingEnded) -> None:
         self.ended.set()
+        self.on_moved()
         if ended.version < self.num_steps and not self._is_ending:  # an orchestrator that is gone told it to; it is called back
             for replica in self.replicas:
                 self.trainer.send(f"trainer-{replica}", Stop(reason="start again: the orchestrator that ended the training is gone"))

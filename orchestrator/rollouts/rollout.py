@@ -83,6 +83,7 @@ class Rollout:
         """
         episode = self.episode
         turn = 0 if episode is None else episode.num_turns
+        sampling = sampling.of_turn(turn)
         if sampling.seed is not None:
             name = f"{sampling.seed}/{self.rollout_id}/{self.attempt}/{turn}".encode()
             sampling = msgspec.structs.replace(sampling, seed=xxhash.xxh3_64_intdigest(name) >> 1)
@@ -93,6 +94,7 @@ class Rollout:
             token_ids=self.prompt.token_ids if episode is None else episode.context,
             sampling=sampling if episode is None else msgspec.structs.replace(sampling, max_tokens=episode.num_left),
             chunk_tokens=chunk_tokens,
+            images=self.prompt.images,
         )
 
     def said(self, completion: Completion) -> Rollout:

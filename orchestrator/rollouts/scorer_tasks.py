@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from orchestrator.rollouts.multi_turn import Episode
@@ -103,7 +104,7 @@ def _task(kind: RequestKind, trajectories: Sequence[Trajectory]) -> ScorerTask:
         kind=kind,
         rollout_id=first.rollout_id,
         attempt=first.attempt,
-        prompt=first.prompt,
+        prompt=msgspec.structs.replace(first.prompt, images=()),  # rewards are told what was said, not what was seen
         completions=tuple(token_ids for token_ids, _ in shown),
         finishes=tuple(each.finish for each in trajectories),
         turns=tuple(turns for _, turns in shown),

@@ -17,16 +17,19 @@ when the batch is cut.
 Source: AReaL (arXiv 2505.24298, eq. 3), in groups, with the credit returned on every exit path.
 
 A script (`orchestrator.controller`) says itself what is generated and what a step is made of, so no count of groups can foresee the step
-that a group falls into. There a group is admitted to an engine that is at most K versions behind the step that comes next,
+that a group falls into. There a group is admitted to an engine that is at most K versions behind the step that comes next, or behind the
+later one that the script says it is for,
 
-    next step - version <= K
+    max(next step, its step) - version <= K
 
-since what an older engine samples could not be trained even at once; the batch cut checks what is trained, as everywhere.
+since what an older engine samples could not be trained in it; the batch cut checks what is trained, as everywhere.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 
 from pipelinerl.config import Mode
 
@@ -54,8 +57,13 @@ class Schedule:
     """A script says what is generated, and which groups are a step."""
 
 
-def schedule_of(mode: Mode, *, max_staleness: int, in_script: bool = False) -> Schedule:
-    """Return the schedule of a mode; `max_staleness` is the configured K, which only streaming uses. A script has no rounds."""
+def schedule_of(mode: Mode, *, max_staleness: int, in_script: bool = False, is_colocated: bool = False) -> Schedule:
+    """Return the schedule of a mode; `max_staleness` is the configured K, which only streaming uses. A script has no rounds.
+
+    Where engines and trainer are colocated, engines generate until a batch is whole (`rules.phases`).
+    """
+    if is_colocated:
+        return dataclasses.replace(schedule_of(mode, max_staleness=max_staleness, in_script=in_script), holds_batches=True)
     if in_script:
         return dataclasses.replace(schedule_of(mode, max_staleness=max_staleness), in_rounds=False, in_script=True)
     match mode:
@@ -79,6 +87,8 @@ class Admission:
         self.running = 0
         self.next_step = 0
         """The step that a script fills next; meaningless without one."""
+        self.asked_steps: collections.deque[int] = collections.deque()
+        """The steps that a script's prompts are for, of those that generation has, in order; empty without a script."""
         self._groups_per_step = groups_per_step
         self._num_steps = num_steps
         self.max_running = max_running
@@ -99,7 +109,8 @@ class Admission:
         policy.
         """
         if self.schedule.in_script:
-            is_bound = self.next_step - version > self.schedule.max_staleness
+            step = max(self.next_step, *itertools.islice(self.asked_steps, 1), 0)
+            is_bound = step - version > self.schedule.max_staleness
         else:
             is_bound = self.accepted + self.running >= self.limit(version)
         if is_bound:

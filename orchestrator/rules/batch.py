@@ -282,10 +282,11 @@ def ended_of(member: ScoredTrajectory, *, status: TerminalStatus, reason: str) -
 def samples_of(siblings: Siblings, advantages: list[Float32]) -> tuple[Sample, ...]:
     """Return the siblings that train, each with its column of advantages; the greedy one has none."""
     pairs = zip(sampled_of(siblings), advantages, strict=True)
-    return tuple(_sample(member, column) for member, column in pairs if member.score.outcome is not Outcome.STOPPED)
+    return tuple(sample_of(member, column) for member, column in pairs if member.score.outcome is not Outcome.STOPPED)
 
 
-def _sample(member: ScoredTrajectory, advantages: Float32) -> Sample:
+def sample_of(member: ScoredTrajectory, advantages: Float32) -> Sample:
+    """Return a sibling whose score is ok with its column of advantages."""
     assert member.score.reward is not None, "a score that is ok has a reward"
     return Sample(trajectory=member.trajectory, reward=member.score.reward, advantages=advantages, weight=member.weight)
 

@@ -82,23 +82,25 @@ class ScriptBook:
 
     # --- rollouts ---
 
-    def check_sample(self) -> None:
-        """Raise `NobodySends` where no engine may sample for the step that comes next, however long a script waits."""
+    def check_sample(self, step: int) -> None:
+        """Raise `NobodySends` where no engine may sample for a step, however long a script waits."""
         if self.step >= self._num_steps:
             raise NobodySends(
                 f"sample: all {self._num_steps} steps are trained (trainer.steps), so nothing could train what is sampled now. Leave the"
                 " block, or raise trainer.steps"
             )
-        if self.is_out_of_reach:
+        if step < self.step:
+            raise ScriptError(f"sample: step {step} is over, and step {self.step} comes next: name that one, or a later one")
+        if self.is_out_of_reach(step):
+            comes = "comes next" if step == self.step else "is what they are for"
             raise NobodySends(
-                f"sample: step {self.step} comes next, and engines hold policy {self.published}, the last that was published: what it"
+                f"sample: step {step} {comes}, and engines hold policy {self.published}, the last that was published: what it"
                 f" samples would be more than pipeline.max_staleness = {self._max_staleness} versions old. Publish first"
             )
 
-    @property
-    def is_out_of_reach(self) -> bool:
-        """True where whatever an engine samples is too old for the next step, until the script publishes."""
-        return self.step - self.published > self._max_staleness
+    def is_out_of_reach(self, step: int) -> bool:
+        """Return whether all that engines sample is too old for a step, or for the next one, until the script publishes."""
+        return max(step, self.step) - self.published > self._max_staleness
 
     def admitted(self, group_id: int, *, num_siblings: int) -> None:
         """Note that a group is sampled."""

@@ -24,6 +24,8 @@ trainer, whose buffers are gone with it. A larger value only lets a dishonest on
 
 Age = tuple[int, int]
 """The pair (rollback epoch, version), which orders policies. A rollback begins a rollback epoch, so ages never fall."""
+NOTHING: Age = (-1, -1)
+"""Held by an engine that is asleep: any policy is newer, also the one that it had."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class Swaps:
         swap = self[engine_id]
         if (
             self.newest is None
-            or swap.is_pinned
+            or (swap.is_pinned and swap.held != NOTHING)
             or swap.ordered is not None
             or swap.held >= self.newest.age
             or swap.num_refusals > MAX_REFILLS
@@ -122,6 +124,15 @@ class Swaps:
     def pin(self, engine_id: int, *, is_pinned: bool) -> None:
         """Have an engine keep what it holds once its open order has ended, or have it follow new policies again."""
         self[engine_id].is_pinned = is_pinned
+
+    def fell_asleep(self, engine_id: int) -> None:
+        """Note that an engine has given its policy away. Its order has ended, one way or the other."""
+        swap = self[engine_id]
+        swap.held, swap.ordered, swap.is_late = NOTHING, None, False
+
+    def is_asleep(self, engine_id: int) -> bool:
+        """Return whether an engine holds no policy."""
+        return self[engine_id].held == NOTHING
 
     def not_sent(self, engine_id: int) -> None:
         """Note that the order could not be sent; the next policy, or the engine that takes its place, is a new chance."""
@@ -136,8 +147,9 @@ class Swaps:
     def committed(self, engine_id: int, age: Age) -> bool:
         """Note that the engine samples under the policy of this age; return False where that was known."""
         swap = self[engine_id]
+        is_old = swap.held == NOTHING and swap.ordered is None  # said before it fell asleep
         self._end_order(swap, age)
-        if age <= swap.held:
+        if age <= swap.held or is_old:
             return False
         swap.held, swap.fault, swap.num_refusals, swap.needs_whole = age, "", 0, False
         return True
@@ -182,7 +194,9 @@ class Swaps:
         used = {swap.held for swap in self._swaps.values()} | {swap.ordered for swap in self._swaps.values()}
         if self.newest is not None:
             used.add(self.newest.age)
-        return [self._buffers.pop(age) for age in sorted(self._buffers) if age not in used]
+        names = {self._buffers[age] for age in used if age in self._buffers}  # one buffer may hold every policy in turn
+        old = [self._buffers.pop(age) for age in sorted(self._buffers) if age not in used]
+        return [name for name in dict.fromkeys(old) if name not in names]
 
     def _end_order(self, swap: Swap, age: Age) -> None:
         if swap.ordered is not None and swap.ordered <= age:

@@ -11,19 +11,27 @@ from collections.abc import Collection, Mapping
 from pipelinerl.errors import ConfigError
 
 BETWEEN_DEVICES = {"cuda_ipc", "nccl"}
+SHARES_MEMORY = {"shared_memory", "cuda_ipc"}
+"""Those on which engines read the trainer's own memory."""
 BY_CALL = {"gloo", "nccl", "sharded+gloo", "sharded+nccl"}
 """Those on which engines call the trainer."""
 
 
 def choose_transport(
-    wanted: str, *, trainer: str, engines: Mapping[str, str], address: str | None, device_transports: Collection[str] = ()
+    wanted: str,
+    *,
+    trainer: str,
+    engines: Mapping[str, str],
+    address: str | None,
+    device_transports: Collection[str] = (),
+    is_colocated: bool = False,
 ) -> tuple[str, str]:
     """Return the transport, and a sentence that says why. `trainer` and the values of `engines` (by peer) differ only where they share no
     memory.
 
     `device_transports` are those between devices that every process could take. `address` is the trainer's towards others; None stands for
     the address it uses towards the orchestrator, which the engines reach too. Raises `ConfigError` for a transport that does not reach
-    every engine from the trainer.
+    every engine from the trainer, or, where `is_colocated`, is not its memory.
     """
     remote = sorted(peer for peer, machine in engines.items() if machine and trainer and machine != trainer)
     apart = f"{len(remote)} of {len(engines)} engines run on another machine than the trainer ({remote[0]})" if remote else ""
@@ -35,9 +43,14 @@ def choose_transport(
         raise ConfigError(
             f"weights.transport = {transport} needs a CUDA device in trainer and engines (nccl: CuPy, too), and not all of them have it"
         )
-    if transport in ("shared_memory", "cuda_ipc") and remote:
+    if transport in SHARES_MEMORY and remote:
         raise ConfigError(
             f"weights.transport = {transport} cannot reach {', '.join(remote)}: {apart}. Set weights.transport to gloo, nccl or files"
+        )
+    if is_colocated and transport not in SHARES_MEMORY:
+        raise ConfigError(
+            f'pipeline.placement is "colocated", and policies would travel by {transport}: {apart or "weights.transport says so"}. Engines'
+            ' read the weights where they are trained: start all on one machine, or set it to "apart"'
         )
     if transport in BY_CALL and remote and not is_reachable:
         raise ConfigError(

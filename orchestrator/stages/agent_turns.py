@@ -62,6 +62,8 @@ class Turn:
     """[T] int32, what the turn continues."""
     oldest: int
     """No engine with an older version may sample it."""
+    number: int
+    """Turns that were sampled before it in its own conversation."""
     max_tokens: int = 0
     """The most tokens that may be sampled for it; 0 where there is no room."""
     num_lost: int = 0
@@ -112,6 +114,7 @@ class AgentTurns:
             name=f"{played.rollout.rollout_id}@{played.lease_id}.{played.num_turns}",
             context=np.concatenate((before, asked.token_ids)),
             oldest=max(played.rollout.version, 0 if parent is None else played.graph.newest_version(parent)),
+            number=0 if parent is None else sum(played.graph.nodes[each].is_sampled for each in played.graph.path(parent)),
         )
         turn.max_tokens = self._room(turn)
         played.num_turns += 1
@@ -153,7 +156,7 @@ class AgentTurns:
             return
         asked, rollout = turn.asked, turn.played.rollout
         sampling = msgspec.structs.replace(
-            self.sampling,
+            self.sampling.of_turn(turn.number),
             max_tokens=turn.max_tokens,
             temperature=0.0 if rollout.is_greedy else self.sampling.temperature,
             stop=(*self.sampling.stop, *asked.stop)[:MAX_STOPS],

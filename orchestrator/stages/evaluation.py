@@ -210,6 +210,7 @@ class Evaluation:
                 turn=episode.num_turns,
                 token_ids=episode.context,
                 sampling=msgspec.structs.replace(self.sampling, max_tokens=episode.num_left),
+                images=episode.prompt.images,
             )
             self.engines.requests.ask(
                 request,

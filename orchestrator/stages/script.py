@@ -11,16 +11,21 @@ import functools
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from orchestrator.ledger.answers import Event, Kind
 from orchestrator.rules.script import ScriptBook
 from orchestrator.stages.prompts import Drawn
+from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_steps import ScriptSteps
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
 from pipelinerl.errors import NobodySends, RolloutsUnread
-from pipelinerl.messages import Prompt, ScoredTrajectory, Trajectory
+from pipelinerl.messages import Prompt, Score, ScoredTrajectory, Trajectory
 from pipelinerl.runtime.stage import Channel
+from pipelinerl.transport.codec import Decoder, encode
 
 _T = TypeVar("_T")
+_trajectories: Decoder[Trajectory] = Decoder(Trajectory)
+_scores: Decoder[Score] = Decoder(Score)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -46,22 +51,31 @@ class Script:
     book: ScriptBook
     steps: ScriptSteps
     waits: ScriptWaits
+    replay: ScriptReplay
+    known: dict[str, ScoredTrajectory]
+    """What was scored for the script before, and that it still holds or awaits, by rollout."""
+    unscored: frozenset[str]
+    """The rollouts that it had read and that were not scored."""
     queue_bytes: int
     num_siblings: int
     """Rollouts of each group, without a greedy one, where the script does not say how many."""
     adds_greedy: bool
     position: Callable[[], tuple[int, int]]
     """The callback returns the position of the prompt source."""
-    _asked: list[Drawn] = dataclasses.field(default_factory=list)
-    """Prompts that wait for room towards generation, in order."""
+    _asked: list[tuple[int, Drawn]] = dataclasses.field(default_factory=list)
+    """Prompts that wait for room towards generation, in order, each with the step that it is for."""
     _sampling: dict[int, Intake[Trajectory]] = dataclasses.field(default_factory=dict)
     """By group."""
     _scoring: dict[str, Intake[ScoredTrajectory]] = dataclasses.field(default_factory=dict)
     """By rollout."""
     _intakes: list[Intake[Any]] = dataclasses.field(default_factory=list)
     """Those of the streams that are not over."""
+    _arrived: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Rollouts of groups that are being sampled that are there."""
     _rollouts: Room = dataclasses.field(init=False)
     _scores: Room = dataclasses.field(init=False)
+    _scored_before: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
+    """Recorded scores of rollouts whose turn has not come."""
     _num_calls: int = 0
 
     def __post_init__(self) -> None:
@@ -72,23 +86,34 @@ class Script:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self.waits.tasks:
             self.waits.tasks.create_task(self.steps.go_on(self.steps.forsake()))
+            await self.replay.live.wait()
+            for one in self.known.values():
+                if one.trajectory.rollout_id not in self.replay.sampled and one.trajectory.group_id in self._sampling:
+                    self._arrive(one.trajectory)
             self.waits.tasks.create_task(self._ask())
             self.waits.tasks.create_task(self._hear_rollouts())
             self.waits.tasks.create_task(self._hear_scores())
 
     # --- what the script calls ---
 
-    def sample(self, prompts: Sequence[Prompt], *, num_siblings: int | None) -> Stream[Trajectory]:
-        """Have prompts sampled; the stream gives each rollout as it finishes. Raises `NobodySends`."""
+    def sample(self, prompts: Sequence[Prompt], *, num_siblings: int | None, step: int) -> Stream[Trajectory]:
+        """Have prompts sampled for a step; the stream gives each rollout as it finishes. Raises `NobodySends`."""
         self.check()
-        self.book.check_sample()
+        self.book.check_sample(step)
         size = (num_siblings or self.num_siblings) + self.adds_greedy
+        call = self.replay.begin("sample", *((one.prompt_id, one.token_ids.tobytes()) for one in prompts), size, step)
         intake: Intake[Trajectory] = self._begin(
-            f"sample ({len(prompts)} prompts, {len(prompts) * size} rollouts)", room=self._rollouts, num_bytes=_bytes_of_rollout
+            f"sample ({len(prompts)} prompts, {len(prompts) * size} rollouts)", call, room=self._rollouts, num_bytes=_bytes_of_rollout
         )
-        intake.num_left, intake.num_unadmitted = len(prompts) * size, len(prompts)
-        position, then = self.position(), functools.partial(self._admitted, intake, size)
-        self._asked += [Drawn(prompt=prompt, position=position, num_siblings=num_siblings, then=then) for prompt in prompts]
+        intake.num_left, intake.num_unadmitted, intake.step = len(prompts) * size, len(prompts), step
+        position, then = self.position(), functools.partial(self._hear_admitted, intake, size)
+        groups = self.replay.admitted(call)
+        for group_id in groups:
+            self._admitted(intake, size, group_id)
+        for event in self.replay.results(call):
+            self._count(event.number)
+        waiting = list(prompts)[len(groups) :]
+        self._asked += [(step, Drawn(prompt=prompt, position=position, num_siblings=num_siblings, then=then)) for prompt in waiting]
         self.waits.changed.set()
         return Stream(intake, take=self._take, abandon=self._abandon)
 
@@ -97,15 +122,15 @@ class Script:
         still being sampled when their turn comes.
         """
         self.check()
-        intake: Intake[ScoredTrajectory] = self._begin("score", room=self._scores, num_bytes=_bytes_of_scored)
-        if isinstance(rollouts, AsyncIterable):
+        is_stream = isinstance(rollouts, AsyncIterable)
+        known = [] if is_stream else list(rollouts)
+        call = self.replay.begin("score", is_stream, *(one.rollout_id for one in known))
+        intake: Intake[ScoredTrajectory] = self._begin("score", call, room=self._scores, num_bytes=_bytes_of_scored)
+        if is_stream:
             intake.is_whole = False
             feeding = self._score_each(rollouts, intake)
         else:
-            known = list(rollouts)
-            for rollout in known:
-                self._begin_scoring(rollout, intake)
-            feeding = self._send(known)
+            feeding = self._send([rollout for rollout in known if self._begin_scoring(rollout, intake)])
         assert self.waits.tasks is not None, "calls come once the stages run"
         feeder = self.waits.tasks.create_task(feeding)
         self.waits.feeders.add(feeder)
@@ -129,15 +154,18 @@ class Script:
 
     # --- streams ---
 
-    def _begin(self, what: str, *, room: Room, num_bytes: Callable[[Any], int]) -> Intake[Any]:
+    def _begin(self, what: str, call: int, *, room: Room, num_bytes: Callable[[Any], int]) -> Intake[Any]:
         self._num_calls += 1
-        intake: Intake[Any] = Intake(what=f"call {self._num_calls}, {what}", room=room, num_bytes=num_bytes)
+        intake: Intake[Any] = Intake(what=f"call {self._num_calls}, {what}", call=call, room=room, num_bytes=num_bytes)
         self._intakes = [*(one for one in self._intakes if not one.is_over), intake]
         return intake
 
     async def _take(self, intake: Intake[_T]) -> _T | None:
         """Wait for the next result of a stream; None at its end."""
         intake.reader = asyncio.current_task()
+        if (event := await self.replay.take(intake.call)) is not None:
+            intake.num_left -= 1
+            return self._again(event)
         with self.waits.waiting(intake.what):
             while not intake.ready:
                 if intake.failure is not None:
@@ -145,20 +173,38 @@ class Script:
                 if intake.is_over:
                     return None
                 self.check()
-                self._check_somebody_sends(intake)
+                if self.replay.live.is_set():
+                    self._check_somebody_sends(intake)
                 await self.waits.changed.wait()
         result = intake.take()
         if isinstance(result, Trajectory):
             self.book.read(result)
+            self.replay.note(
+                intake.call, Kind.RESULT, words=result.rollout_id, number=result.group_id, body=functools.partial(encode, result)
+            )
+        elif isinstance(result, ScoredTrajectory):
+            body = functools.partial(encode, result.score)
+            self.replay.note(intake.call, Kind.RESULT, words=result.trajectory.rollout_id, body=body)
         self.waits.changed.set()  # there is room
         return result
 
+    def _again(self, event: Event) -> Any:
+        """Return a recorded result."""
+        if event.number < 0:
+            return self._scored_before.pop(event.words)
+        trajectory = _trajectories.decode(self.replay.body(event))
+        if event.words in self.unscored:  # for the ledger, an attempt that has no score ended with the process that had it
+            self.steps.ledger.hold(trajectory, now_s=asyncio.get_running_loop().time())
+        self.book.read(trajectory)
+        return trajectory
+
     def _check_somebody_sends(self, intake: Intake[Any]) -> None:
         """Raise where nothing can come that a stream waits for."""
-        if intake.num_unadmitted and self.book.is_out_of_reach:
+        if intake.num_unadmitted and self.book.is_out_of_reach(intake.step):
             raise NobodySends(
                 f"{intake.what}: {intake.num_unadmitted} prompts wait for an engine that samples under a newer policy, since step"
-                f" {self.book.step} comes next and policy {self.book.published} is the last that was published. Publish first"
+                f" {max(intake.step, self.book.step)} comes next and policy {self.book.published} is the last that was published."
+                " Publish first"
             )
         full = next((room for room in (self._rollouts, self._scores) if room.is_full), None)
         unread = [one for one in self._intakes if one.ready and one.room is full and one.reader is intake.reader]
@@ -176,13 +222,21 @@ class Script:
     async def _ask(self) -> None:
         while True:
             while self._asked:
-                await self.prompts.put(self._asked.pop(0))
+                step, drawn = self._asked.pop(0)
+                self.steps.admission.asked_steps.append(step)
+                await self.prompts.put(drawn)
             await self.waits.changed.wait()
 
-    def _admitted(self, intake: Intake[Trajectory], num_siblings: int, group_id: int | None) -> None:
+    def _hear_admitted(self, intake: Intake[Trajectory], num_siblings: int, group_id: int | None) -> None:
         """Hear which group a prompt became; None: it is quarantined, and nothing comes of it."""
+        self.steps.admission.asked_steps.popleft()
+        group_id = -1 if group_id is None else group_id
+        self.replay.note(intake.call, Kind.ADMITTED, number=group_id)
+        self._admitted(intake, num_siblings, group_id)
+
+    def _admitted(self, intake: Intake[Trajectory], num_siblings: int, group_id: int) -> None:
         intake.num_unadmitted -= 1
-        if group_id is None:
+        if group_id < 0:
             intake.num_left -= num_siblings
         else:
             self._sampling[group_id] = intake
@@ -190,21 +244,35 @@ class Script:
         self.waits.changed.set()
 
     async def _hear_rollouts(self) -> None:
-        arrived: dict[int, int] = {}
         async for trajectory in self.generated:
             await self._wait_for_room(self._rollouts)
-            group_id = trajectory.group_id
-            intake = self._sampling[group_id]
-            intake.put(trajectory)
-            arrived[group_id] = arrived.get(group_id, 0) + 1
-            if arrived[group_id] == self.book.num_siblings(group_id):
-                del arrived[group_id], self._sampling[group_id]
-            self.waits.changed.set()
+            self._arrive(trajectory)
 
-    def _begin_scoring(self, rollout: Trajectory, intake: Intake[ScoredTrajectory]) -> None:
+    def _arrive(self, trajectory: Trajectory) -> None:
+        self._sampling[trajectory.group_id].put(trajectory)
+        self._count(trajectory.group_id)
+        self.waits.changed.set()
+
+    def _count(self, group_id: int) -> None:
+        """Count a rollout that is there; the last of its group is the last to expect."""
+        self._arrived[group_id] = self._arrived.get(group_id, 0) + 1
+        if self._arrived[group_id] == self.book.num_siblings(group_id):
+            del self._arrived[group_id], self._sampling[group_id]
+
+    def _begin_scoring(self, rollout: Trajectory, intake: Intake[ScoredTrajectory]) -> bool:
+        """Await a score; return whether the rollout has to be sent for it: it may be known from before."""
         self.book.begin_scoring(rollout)
         intake.num_left += 1
-        self._scoring[rollout.rollout_id] = intake
+        name = rollout.rollout_id
+        known = self.known.pop(name, None)
+        if (event := next((one for one in self.replay.results(intake.call) if one.words == name), None)) is not None:  # read in its turn
+            self._scored_before[name] = ScoredTrajectory(trajectory=rollout, score=_scores.decode(self.replay.body(event)))
+            self.book.scored(self._scored_before[name])
+            return False
+        self._scoring[name] = intake
+        if known is not None:
+            self._take_score(ScoredTrajectory(trajectory=rollout, score=known.score))
+        return known is None
 
     async def _send(self, rollouts: Iterable[Trajectory]) -> None:
         for rollout in rollouts:
@@ -213,8 +281,8 @@ class Script:
     async def _score_each(self, rollouts: AsyncIterable[Trajectory], intake: Intake[ScoredTrajectory]) -> None:
         try:
             async for rollout in rollouts:
-                self._begin_scoring(rollout, intake)
-                await self.to_score.put(rollout)
+                if self._begin_scoring(rollout, intake):
+                    await self.to_score.put(rollout)
         except Exception as error:  # the script's own iterator, or a misuse: the call that reads the scores raises it
             intake.failure = error
         intake.is_whole = True
@@ -223,9 +291,12 @@ class Script:
     async def _hear_scores(self) -> None:
         async for scored in self.scored:
             await self._wait_for_room(self._scores)
-            self.book.scored(scored)
-            self._scoring.pop(scored.trajectory.rollout_id).put(scored)
-            self.waits.changed.set()
+            self._take_score(scored)
+
+    def _take_score(self, scored: ScoredTrajectory) -> None:
+        self.book.scored(scored)
+        self._scoring.pop(scored.trajectory.rollout_id).put(scored)
+        self.waits.changed.set()
 
     async def _wait_for_room(self, room: Room) -> None:
         if room.is_full:

@@ -20,6 +20,7 @@ from orchestrator.rules.validation.trainer import TrainerProgress, logprobs_comp
 from orchestrator.rules.validation.violations import Violation
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.held_policies import HeldPolicies
+from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.training import Training
 from pipelinerl.algorithms.step_loss import SFT
@@ -37,7 +38,9 @@ from pipelinerl.messages import (
     Trajectory,
 )
 from pipelinerl.runtime.stage import Stage
+from pipelinerl.transport.codec import Decoder, encode
 
+_done: Decoder[StepDone] = Decoder(StepDone)
 SCRIPT_GONE = "the script that asked for it is gone"
 """The reason given for a rollout that an earlier process of the run has asked for and not trained."""
 
@@ -52,6 +55,9 @@ class ScriptSteps:
     admission: Admission
     ledger: Ledger
     waits: ScriptWaits
+    replay: ScriptReplay
+    next_step: int
+    """The first step that no script has decided upon."""
     past: Snapshot
     """Where the run stood when this process began."""
     intended: IntendedStep | None
@@ -73,7 +79,7 @@ class ScriptSteps:
     _computed: LogprobsComputed | None = None
 
     def __post_init__(self) -> None:
-        self.admission.next_step = self.book.step
+        self.admission.next_step = self.next_step
         self.held.on_moved = self.waits.changed.set
 
     def join(self, stages: Iterable[Stage]) -> None:
@@ -95,14 +101,17 @@ class ScriptSteps:
         """Have rows trained as the next step, by the loss of this name; return what the trainer says. Raises as `ScriptBook.train`."""
         self.waits.check()
         decisions, given = self.book.train(rows)
-        for scored in given:
+        call = self._begin("train", loss, *((row.trajectory.rollout_id, row.reward, row.advantages.tobytes()) for row in rows))
+        for scored in () if self.replay.is_recorded(call) else given:
             self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
-        return await self._step(decisions, StepLoss(name=loss))
+        return await self._step(call, decisions, StepLoss(name=loss))
 
     async def sft(self, rows: Sequence[Demonstration]) -> StepDone:
         """Have demonstrations trained as the next step. Raises as `ScriptBook.sft`."""
         self.waits.check()
-        return await self._step(self.book.sft(len(rows)), StepLoss(name=SFT, demonstrations=tuple(rows)))
+        decisions = self.book.sft(len(rows))
+        call = self._begin("sft", *((row.num_prompt, row.token_ids.tobytes()) for row in rows))
+        return await self._step(call, decisions, StepLoss(name=SFT, demonstrations=tuple(rows)))
 
     async def drop_refused(self) -> None:
         """End the groups whose advantages were refused, and wait until that is booked."""
@@ -136,6 +145,7 @@ class ScriptSteps:
         """Hear that a step is done; the policy before it can be published no more."""
         self.held.pass_over(done.step)
         self._done[done.step] = done
+        self.replay.done(done.step, encode(done))
         self.waits.changed.set()
 
     def _check_logprobs(self, said: LogprobsComputed, progress: TrainerProgress) -> Violation | None:
@@ -164,12 +174,28 @@ class ScriptSteps:
                 found += _by_rollout(rows, self._computed.logprobs)
         return found
 
-    async def _step(self, decisions: Sequence[Decision], loss: StepLoss) -> StepDone:
+    def _begin(self, name: str, *given: object) -> int:
+        """Record the call that makes the next step, before the ledger hears of it."""
+        call = self.replay.begin(name, *given, step=self.book.step - 1)
+        self.replay.flush()
+        return call
+
+    async def _step(self, call: int, decisions: Sequence[Decision], loss: StepLoss) -> StepDone:
         step = self.book.step - 1
-        self.admission.next_step = self.book.step
-        self.waits.changed.set()  # who waits for what is too old now hears of it
-        await self.waits.beside(self._choose(decisions, closes=step, loss=loss), f"batching to close step {step}")
-        return await self.waits.until(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
+        return await self.replay.wait(call, lambda: self._make(call, step, decisions, loss), encode=None, decode=_done.decode)
+
+    async def _make(self, call: int, step: int, decisions: Sequence[Decision], loss: StepLoss) -> StepDone:
+        if step < self.past.num_done:  # what the trainer said of it was lost with the process that heard it
+            return StepDone(step=step, metrics={})
+        if step >= self.past.open_step:
+            if self.replay.is_recorded(call):  # it was interrupted
+                decisions = [one for one in decisions if one.group.group_id in self.past.running_groups]
+            self.admission.next_step = max(self.admission.next_step, step + 1)
+            self.waits.changed.set()  # who waits for what is too old now hears of it
+            await self.waits.beside(self._choose(decisions, closes=step, loss=loss), f"batching to close step {step}")
+        done = await self.waits.until(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
+        self.replay.done(step, encode(done))
+        return done
 
     async def _choose(self, decisions: Sequence[Decision], *, closes: int | None = None, loss: StepLoss = OWN_LOSS) -> None:
         """Have batching carry out what was decided, and close the step `closes`; one step after the other."""
@@ -205,7 +231,7 @@ class ScriptSteps:
         async with self._choosing:
             if (open_step := self.past.steps.get(self.past.open_step)) is not None:
                 await self.batching.restore(open_step)
-            if self.intended is not None:
+            if self.intended is not None and not self.replay.is_kept:
                 await self._carry_out(decisions, closes=self.intended.step, loss=self.ledger.losses.of(self.intended.step))
 
     def forsake(self) -> list[Decision]:
@@ -213,16 +239,18 @@ class ScriptSteps:
         in.
         """
         decisions = finish(self.intended.samples, self.past.scored) if self.intended is not None else []
-        kept = {decision.group.group_id for decision in decisions}
+        kept = self.replay.groups or {decision.group.group_id for decision in decisions}
         scored = {one.trajectory.rollout_id for one in self.past.scored}
         now_s = asyncio.get_running_loop().time()
         with self.ledger.transaction():
             for name, rollout in self.ledger.rollouts_in_flight().items():
-                is_left = rollout.group_id in self.past.running_groups and (rollout.group_id not in kept or name not in scored)
+                is_left = rollout.group_id in self.past.running_groups and (
+                    rollout.group_id not in kept or (name not in scored and not self.replay.is_kept)
+                )
                 if is_left:
                     self.ledger.end(name, TerminalStatus.CANCELLED, now_s=now_s, reason=SCRIPT_GONE)
             for group_id in sorted(self.past.running_groups - kept):
-                self.ledger.drop(group_id, step=self.book.step)
+                self.ledger.drop(group_id, step=self.next_step)
         return decisions
 
 

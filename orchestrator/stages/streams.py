@@ -34,6 +34,8 @@ class Intake(Generic[_T]):
 
     what: str
     """Names the call, for messages."""
+    call: int
+    """Its number in the record."""
     room: Room
     num_bytes: Callable[[_T], int]
     """Gives the bytes of a result."""
@@ -41,6 +43,8 @@ class Intake(Generic[_T]):
     """Results that were asked for and that the script does not have."""
     num_unadmitted: int = 0
     """Prompts of them that no engine has been asked for."""
+    step: int = 0
+    """The step that they are for."""
     is_whole: bool = True
     """False while more may be asked for."""
     ready: collections.deque[_T] = dataclasses.field(default_factory=collections.deque)

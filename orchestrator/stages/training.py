@@ -18,6 +18,7 @@ from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.validation import trainer as validate
 from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.stages.alternation import Alternation
 from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.messages import MicroBatch, PolicyPublished, StepClosed, StepDone, TakeMicroBatch, TrainerReady
 from pipelinerl.runtime.stage import Channel
@@ -36,7 +37,7 @@ class Training:
 
     takes     Row and StepEnd, from batching; TrainerReady, TakeMicroBatch, StepDone, PolicyPublished, from the trainer
     gives     MicroBatch and StepClosed, to the trainer; TrainerReady and PolicyPublished, to weight sync
-    waits for a row that was pulled; the trainer to finish a step
+    waits for a row that was pulled; the trainer to finish a step; its phase, where engines share its devices
     woken by  batching and the trainer
     fails     PeerRefused, where the first trainer it hears starts from a checkpoint of another run; what else cannot be about a step, a
               policy, a checkpoint or a start is refused (`rules.validation.trainer`), and a trainer that keeps saying such things replaced
@@ -52,6 +53,8 @@ class Training:
     num_steps: int
     holds_batches: bool
     """True where a step's rows are offered only once it is closed."""
+    alternation: Alternation = dataclasses.field(default_factory=Alternation)
+    """The phases of engines and trainer, where they share devices: in its own the trainer has its rows."""
     ledger: Ledger
     progress: Progress
     watch: Watch
@@ -88,6 +91,7 @@ class Training:
             on_replaced=self._pulls.clear,
             on_moved=self._on_moved,
         )
+        self.alternation.num_closed, self.alternation.begin_training = self.session.num_closed, self._answer_pulls
         self.trainer.on(TakeMicroBatch, self._on_pull)
         self.session.on(StepDone, self._on_done, check=validate.step_done)
         self.session.on(PolicyPublished, self._on_published, check=validate.policy_published)
@@ -101,6 +105,7 @@ class Training:
     async def _collect(self) -> None:
         async for item in self.rows:
             self.steps.add(item)
+            self.alternation.update()
             self._answer_pulls()
             if self._is_far_ahead:
                 with self.watch.waiting(self.name, "the trainer to finish a step"):
@@ -125,6 +130,7 @@ class Training:
 
     def _on_moved(self) -> None:
         """Answer what can be answered now, and note whether all is done."""
+        self.alternation.update()
         self._answer_pulls()
         if self.steps.num_done == self.last_version == self.session.checkpoints.newest == self.num_steps:
             self.finished.set()
@@ -142,7 +148,7 @@ class Training:
             self._answer_pulls()
 
     def _answer_pulls(self) -> None:
-        if self.session.is_starting:
+        if self.session.is_starting or not self.alternation.may_train:
             return
         for key, pull in list(self._pulls.items()):
             answer = self._answer(pull)

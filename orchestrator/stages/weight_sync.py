@@ -15,14 +15,14 @@ from orchestrator.rules.admission import Admission
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.swaps import Policy, Swaps
 from orchestrator.rules.validation.violations import Kind, Violation, shorten
+from orchestrator.stages.alternation import Alternation
+from orchestrator.stages.policy_news import PolicyNews
 from pipelinerl.errors import PeerError, PeerRefused, PeerSilent
 from pipelinerl.messages import (
     LayoutFixed,
-    PolicyHeld,
     PolicyPublished,
     StageWeights,
     TrainerReady,
-    WeightBufferReleased,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
@@ -60,14 +60,15 @@ class WeightSync:
     commit_deadline_s: float
     kv_policy: KvPolicy = dataclasses.field(default_factory=KvPolicy)
     """The limits on how far KV caches may lag; by default there are none."""
+    alternation: Alternation = dataclasses.field(default_factory=Alternation)
+    """The phases of engines and trainer: while it trains on their devices, no engine is told of a policy."""
     _swaps: Swaps = dataclasses.field(default_factory=Swaps, init=False)
-    _told: PolicyHeld | None = dataclasses.field(default=None, init=False)
-    """The last message to the trainer about what all engines hold; None before the first, while it assumes nothing."""
-    _news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
-    """Set where buffers may be free, or the engines hold another policy. A trainer that has not published needs to know neither."""
+    _news: PolicyNews = dataclasses.field(init=False)
     _tasks: asyncio.TaskGroup | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self._news = PolicyNews(trainer=self.trainer, swaps=self._swaps)
+        self.alternation.swaps, self.alternation.begin_generation = self._swaps, self._order_all
         self.engines.on_policy(WeightsStaged, self._on_staged)
         self.engines.on_policy(WeightsCommitted, self._on_committed)
         self.engines.on_policy(WeightsRefused, self._on_refused)
@@ -76,7 +77,8 @@ class WeightSync:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._tasks:
-            telling = self._tasks.create_task(self._tell())
+            telling = self._tasks.create_task(self._news.run())
+            self.alternation.begin()
             async for news in self.published:
                 if isinstance(news, TrainerReady):
                     self._welcome(news)
@@ -90,7 +92,8 @@ class WeightSync:
         """Tell a trainer that starts the layout to publish in; the buffers of the one before are gone."""
         self.journal.write("trainer", version=ready.version)
         self._swaps.forget_buffers()
-        self._told = None
+        self.alternation.update()
+        self._news.forget()
         self.engines.unfence()  # what they refused may be what the dying trainer left
         self.trainer.send("trainer-0", msgspec.structs.replace(self.layout_for(ready), rollback_epoch=self._swaps.rollback_epoch))
 
@@ -100,32 +103,19 @@ class WeightSync:
         self._swaps.published(policy)
         self.admission.published(published.version)
         self.credits.set()
-        for engine in self.engines:
-            self._order(engine)
-        self._news.set()
-
-    async def _tell(self) -> None:
-        """Tell the trainer once for all messages that arrive together, since each time every engine is looked at."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._swaps.newest is not None:
-                self._tell_now()
-
-    def _tell_now(self) -> None:
-        """Tell the trainer which buffers are free, and what all engines hold."""
-        for buffer in self._swaps.take_free_buffers():
-            self.trainer.send("trainer-0", WeightBufferReleased(buffer=buffer))
-        held = PolicyHeld(version=self._swaps.held_by_all(), rollback_epoch=self._swaps.rollback_epoch)
-        if held != (self._told or PolicyHeld(version=None, rollback_epoch=held.rollback_epoch)):
-            self.trainer.send("trainer-0", held)
-        self._told = held
+        self.alternation.update()
+        self._order_all()
+        self._news.note()
 
     # --- one engine ---
 
+    def _order_all(self) -> None:
+        for engine in self.engines:
+            self._order(engine)
+
     def _order(self, engine: Engine) -> None:
-        """Tell an engine to fetch the newest policy, unless it has an order already."""
-        policy = self._swaps.next_order(engine.engine_id)
+        """Tell an engine to fetch the newest policy, unless it has an order already, or the trainer has the devices."""
+        policy = self._swaps.next_order(engine.engine_id) if self.alternation.may_order else None
         if policy is None or self._tasks is None:
             return
         rollback_epoch, version = policy.age
@@ -189,11 +179,12 @@ class WeightSync:
         if is_pinned or self.engines.serves(engine):
             self.journal.write("pin", engine_id=engine.engine_id, is_pinned=is_pinned)
             self._swaps.pin(engine.engine_id, is_pinned=is_pinned)
+            self.alternation.update()
             self._order(engine)
 
     def is_settled(self, engine: Engine) -> bool:
-        """Return whether an engine has no swap under way."""
-        return self._swaps[engine.engine_id].ordered is None
+        """Return whether an engine has no swap under way, and neither sleeps nor is about to."""
+        return self._swaps[engine.engine_id].ordered is None and self.alternation.is_awake(engine)
 
     # --- what engines say ---
 
@@ -204,12 +195,12 @@ class WeightSync:
         )
         self._swaps.joined(engine.engine_id, (ready.rollback_epoch, ready.version))
         self._order(engine)
-        self._news.set()
+        self._news.note()
 
     def _on_died(self, engine_id: int) -> None:
         self.journal.write("left", engine_id=engine_id)
         self._swaps.left(engine_id)
-        self._news.set()
+        self._news.note()
 
     def _on_staged(self, engine: Engine, staged: WeightsStaged) -> None:
         if self._swaps.staged(engine.engine_id, (staged.rollback_epoch, staged.version)):
@@ -218,6 +209,7 @@ class WeightSync:
     def _on_committed(self, engine: Engine, committed: WeightsCommitted) -> None:
         if self._swaps.committed(engine.engine_id, (committed.rollback_epoch, committed.version)):
             self.engines.committed(engine, committed.version)
+            self.alternation.committed(engine)
             self.progress.swapped(committed)
             self.journal.write("swap", **msgspec.structs.asdict(committed))
         self._order_ended(engine)
@@ -240,6 +232,6 @@ class WeightSync:
 
     def _order_ended(self, engine: Engine) -> None:
         self._order(engine)
-        self._news.set()
+        self._news.note()
         self.engines.changed.set()
         self.credits.set()

@@ -39,6 +39,11 @@ class RolloutInvariants:
         rollout.is_out, rollout.is_generated = True, False
         self._run.num_reattached += 1
 
+    def on_held(self, entry: Entry, rollout: Rollout) -> None:
+        self._require(not rollout.status and not rollout.is_scored and not rollout.is_out, "is held, but was not in flight")
+        self._require(entry.attempt == rollout.attempt, f"holds attempt {entry.attempt}, the last was {rollout.attempt}")
+        rollout.is_out = rollout.is_generated = True
+
     def on_lost(self, entry: Entry, rollout: Rollout) -> None:
         self._require(rollout.is_out and entry.attempt == rollout.attempt, f"loses attempt {entry.attempt}, which is not out")
         self._require(not rollout.is_generated, "loses what was generated")

@@ -1,1 +1,1 @@
-"""The command line: `app` holds what all commands share; `train`, `runs` and `reference` are its three groups of commands."""
+"""The command line: `app` holds what all commands share; its groups of commands stand beside it."""

@@ -26,7 +26,10 @@ console = Console()
 errors = Console(stderr=True)
 
 ConfigFile = Annotated[Path, typer.Argument(help="TOML file with the sections model, data, reward, ...", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, in TOML syntax", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="section.key=value, in TOML syntax; reward.0.weight=2 names an entry of a list", show_default=False),
+]
 RunFolder = Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo-20260101-120000", show_default=False)]
 
 

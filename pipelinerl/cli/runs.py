@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.app import Overrides, RunFolder, console, exit_as
+from pipelinerl.errors import ConfigError
 
 commands = typer.Typer()
 PANEL = "Look at a run"
@@ -71,13 +72,40 @@ def _foretell(run_folder: Path) -> None:
 
 @commands.command(rich_help_panel=PANEL)
 def compare(
-    run_folders: Annotated[list[Path], typer.Argument(help="run folders; the first one is the reference", show_default=False)],
-    page: Annotated[Path, typer.Option(help="where the page goes")] = Path("comparison.html"),
+    what: Annotated[
+        list[str],
+        typer.Argument(help="run folders, the first one is the reference; with --modes a TOML file and overrides", show_default=False),
+    ],
+    page: Annotated[Path | None, typer.Option(help="where the page goes; default: comparison.html, with --modes beside the runs")] = None,
+    modes: Annotated[bool, typer.Option("--modes", help="run a config in every mode first, one after the other")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="with --modes: of each mode; default 20, without a limit in seconds")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="with --modes: of each mode, from its first token on")] = None,
+    reward: Annotated[
+        float | None,
+        typer.Option(help="with --modes: mean reward that seconds are counted to; default: the highest that all modes reached"),
+    ] = None,
 ) -> None:
-    """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ."""
+    """Lay runs side by side on one self-contained HTML page: numbers, curves, where the time went, settings that differ.
+
+    Which mode is best for a config of yours, on this machine?
+
+        pipelinerl compare --modes my.toml                        # 20 steps of sync, colocated, one_step_off, streaming
+        pipelinerl compare --modes my.toml --seconds 120 engine.count=2
+
+    Then a table is printed, too: samples per second, seconds to a reward, reward per sample, staleness, and how long engines and trainer
+    idled, each with what the simulator foretells of that mode from another one's run. The runs, the page and `comparison.json` lie in
+    `<run.folder>/<run.name>-modes-<time>`.
+    """
+    if modes:
+        from pipelinerl.cli.modes import compare_modes
+
+        compare_modes(Path(what[0]), what[1:], steps=steps, seconds=seconds, reward=reward, page=page)
+        return
+    if (steps, seconds, reward) != (None, None, None):
+        raise ConfigError("--steps, --seconds and --reward are of --modes, which runs a config; name it, or leave them out")
     from pipelinerl.observe.report.comparison import write_comparison
 
-    console.print(f"comparison: {write_comparison(run_folders, path=page)}")
+    console.print(f"comparison: {write_comparison(list(map(Path, what)), path=page or Path('comparison.html'))}")
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -101,7 +129,6 @@ def upload(
 ) -> None:
     """Send a run's newest checkpoint and its final model to an object store, or what that lacks of them."""
     from pipelinerl.config.file import load_run
-    from pipelinerl.errors import ConfigError
     from pipelinerl.upload import upload
 
     settings = load_run(run_folder).checkpoint

@@ -1,4 +1,4 @@
-"""Commands that train: a run, a trial of its rewards, a warm start, the demo, a Slurm job."""
+"""Commands that train: a run, a trial of its rewards, a warm start, the demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from pipelinerl.cli.app import ConfigFile, Overrides, console, errors, exit_as
+from pipelinerl.cli.app import ConfigFile, Overrides, console, exit_as
 from pipelinerl.cli.start import print_plan, train
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
@@ -152,42 +152,3 @@ def demo(
         console.print("[bold]3/3[/] streaming RL: reward 1 for the digits in ascending order")
         own = load(settings_file, overrides=[*(overrides or []), f"model.path={json.dumps(str(settings.sft_output))}"])
         train(own, early=early, since_s=time.time())
-
-
-@commands.command(rich_help_panel=PANEL)
-def slurm(
-    config_file: ConfigFile,
-    overrides: Overrides = None,
-    submit: Annotated[bool, typer.Option("--submit", help="hand it to sbatch; else the script is only written")] = False,
-) -> None:
-    """Make a run's Slurm job: a readable sbatch script that saves before the limit, requeues itself and goes on (section `slurm`)."""
-    from pipelinerl.launch.node_roles import check_gpus
-    from pipelinerl.launch.preflight import check as preflight
-    from pipelinerl.launch.slurm import submit as job
-    from pipelinerl.runtime.findings import refuse
-
-    settings = resolved(load(config_file, overrides=overrides or []))
-    if submit:
-        refuse(preflight(settings, runs_here=False))
-    script = job.prepare(settings)
-    console.print(f"script: {escape(str(script))}")
-    for line in check_gpus(settings, settings.slurm, key="slurm.gpus_per_node"):
-        console.print(line, highlight=False)
-    if submit:
-        console.print(f"job: {job.submit(script)}")
-
-
-@commands.command(rich_help_panel=PANEL)
-def k8s(config_file: ConfigFile, overrides: Overrides = None) -> None:
-    """Print a run's Kubernetes manifests (section `kubernetes`): pipelinerl k8s my.toml | kubectl apply -f -
-
-    Paths in the config are those of the pods: the model, the rows and your own files have to be in the image, or on the claim.
-    """
-    from pipelinerl.launch.kubernetes.manifest import as_list, manifests
-    from pipelinerl.launch.node_roles import check_gpus
-    from pipelinerl.launch.run_folder import name_now
-
-    settings = load(config_file, overrides=overrides or [], for_run=False)
-    for line in check_gpus(settings, settings.kubernetes, key="kubernetes.gpus_per_node"):
-        errors.print(line, highlight=False)
-    typer.echo(as_list(manifests(settings, name=name_now(settings))), nl=False)

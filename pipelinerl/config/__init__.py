@@ -13,6 +13,12 @@ import pydantic
 
 from pipelinerl.config.base import Section as Section
 from pipelinerl.config.gateway import GatewaySection as GatewaySection
+from pipelinerl.config.modes import Mode as Mode
+from pipelinerl.config.modes import Placement as Placement
+from pipelinerl.config.nodes import KubernetesSection as KubernetesSection
+from pipelinerl.config.nodes import NodesSection as NodesSection
+from pipelinerl.config.nodes import RaySection as RaySection
+from pipelinerl.config.nodes import SlurmSection as SlurmSection
 from pipelinerl.config.scoring import EnvironmentSection as EnvironmentSection
 from pipelinerl.config.scoring import PrmJudgeSection as PrmJudgeSection
 from pipelinerl.config.scoring import PrmSection as PrmSection
@@ -25,11 +31,8 @@ from pipelinerl.config.sections import CriticSection as CriticSection
 from pipelinerl.config.sections import DataSection as DataSection
 from pipelinerl.config.sections import EngineSection as EngineSection
 from pipelinerl.config.sections import EvaluationSection as EvaluationSection
-from pipelinerl.config.sections import KubernetesSection as KubernetesSection
 from pipelinerl.config.sections import LoraSection as LoraSection
-from pipelinerl.config.sections import Mode as Mode
 from pipelinerl.config.sections import ModelSection as ModelSection
-from pipelinerl.config.sections import NodesSection as NodesSection
 from pipelinerl.config.sections import Offload as Offload
 from pipelinerl.config.sections import PipelineSection as PipelineSection
 from pipelinerl.config.sections import ReferenceSection as ReferenceSection
@@ -37,7 +40,6 @@ from pipelinerl.config.sections import RolloutSection as RolloutSection
 from pipelinerl.config.sections import RunSection as RunSection
 from pipelinerl.config.sections import SftSection as SftSection
 from pipelinerl.config.sections import SftStreamSection as SftStreamSection
-from pipelinerl.config.sections import SlurmSection as SlurmSection
 from pipelinerl.config.sections import TrackingSection as TrackingSection
 from pipelinerl.config.sections import TrainerSection as TrainerSection
 from pipelinerl.config.sections import WeightsSection as WeightsSection
@@ -72,6 +74,7 @@ class Config(Section):
     tracking: TrackingSection = TrackingSection()  # pyright: ignore[reportCallIssue]
     slurm: SlurmSection = SlurmSection()  # pyright: ignore[reportCallIssue]
     kubernetes: KubernetesSection = KubernetesSection()  # pyright: ignore[reportCallIssue]
+    ray: RaySection = RaySection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
     sft_stream: SftStreamSection = SftStreamSection()  # pyright: ignore[reportCallIssue]
 
@@ -98,6 +101,11 @@ class Config(Section):
     def stops_early(self) -> bool:
         """True where rollouts may be stopped while they are written; those that go on then weigh more."""
         return self.prm.early_stop.threshold is not None or self.rollout.cut_after is not None
+
+    @property
+    def is_colocated(self) -> bool:
+        """True where engines and trainer take turns on the same devices."""
+        return self.pipeline.placement is Placement.COLOCATED
 
     @property
     def learning_rate(self) -> float:

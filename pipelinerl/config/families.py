@@ -103,6 +103,15 @@ FAMILIES = (
 )
 
 
+def takes_images(folder: Path) -> bool:
+    """Say whether the model of a folder takes images in chat messages here: Idefics3 does, of which the first SmolVLM is one."""
+    try:
+        tree = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("model_type") == "idefics3"
+
+
 def check_trainable(folder: Path) -> str:
     """Return a sentence to warn with about a model of a family that was never run here; empty for one that was.
 

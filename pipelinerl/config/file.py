@@ -195,12 +195,23 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
         value = text
-    node = tree
-    for part in parts[:-1]:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    node[parts[-1]] = value
+    node: Any = tree
+    for depth, part in enumerate(parts[:-1]):
+        place = _place(node, part, ".".join(parts[:depth]), override)
+        if isinstance(node, dict):
+            node.setdefault(place, {})
+        node = node[place]
+    node[_place(node, parts[-1], ".".join(parts[:-1]), override)] = value
+
+
+def _place(node: Any, part: str, name: str, override: str) -> str | int:
+    """The key of a section, or the index into a list, that `part` of an override names."""
+    if isinstance(node, dict):
+        return part
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return int(part)
+    kind = f"a list of {len(node)}, whose entries are named from {name}.0 on" if isinstance(node, list) else "a value, not a section"
+    raise ConfigError(f"override {override!r}: {name} is {kind}")
 
 
 def _valid_sections(tree: dict[str, Any]) -> dict[str, Any]:

@@ -6,27 +6,14 @@ import enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import Field
 
 from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
 from pipelinerl.config.layout import Layout, Schedule
-
-SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
-"""Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""
-
-
-class Mode(enum.StrEnum):
-    """The ways in which generation and training share time; each is a row of `orchestrator.rules.admission.PACES`."""
-
-    STREAMING = "streaming"
-    """Generation never waits for training but for the staleness bound; weights are swapped between forward passes."""
-    ONE_STEP_OFF = "one_step_off"
-    """Batch n+1 is generated while batch n is trained; both wait for each other at the batch boundary."""
-    SYNC = "sync"
-    """Generate a batch, train on it, swap, repeat: one side always idles. The reference to measure against."""
+from pipelinerl.config.modes import Mode, Placement
+from pipelinerl.config.structured_outputs import StructuredOutputs
 
 
 class RunSection(Section):
@@ -73,6 +60,11 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="further arguments of the chat template, for example { enable_thinking = false }"
     )
+    tool_call_parser: str | None = Field(
+        None,
+        description="vLLM's parser that reads the model's tool calls in environments and for agents: hermes, qwen3_coder, llama3_json,"
+        " pythonic, ...; none: JSON between <tool_call> and </tool_call>",
+    )
     shuffle: bool = Field(True, description="a new seeded order every epoch")
     limit: PositiveInt | None = Field(None, description="use only the first rows of the source, or of each")
     difficulty: tuple[Unit, Unit] | None = Field(
@@ -102,11 +94,15 @@ class RolloutSection(Section):
         max_length=64,
         description="texts that end a completion, or a turn, with the token that completes one of them; they stay in what is scored",
     )
+    structured_outputs: StructuredOutputs = ()
 
 
 class EngineSection(Section):
     kind: Literal["vllm", "fake"] = Field("vllm", description="fake: deterministic tokens, no model; for rehearsals")
     count: PositiveInt = Field(1, description="inference engines")
+    elsewhere: Annotated[int, Field(ge=0)] = Field(
+        0, description="of these, as many are started by `pipelinerl engines RUN`: in other jobs, or on other machines"
+    )
     max_running: PositiveInt = Field(64, description="sequences one engine decodes at once")
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="KV cache of each rank of an engine; default: what max_running sequences need, on a GPU what it has left"
@@ -123,6 +119,11 @@ class EngineSection(Section):
     shares_gpus: bool = Field(
         False, description="engines, process reward model and trainer may lie on the same GPUs; kv_cache_bytes then leaves the others room"
     )
+    sleep_kv: Literal["drop", "keep"] = Field(
+        "drop",
+        description="pipeline.placement = colocated: drop gives the KV cache's memory to the trainer, and sequences that go on are computed"
+        " anew; keep holds it",
+    )
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8: on a CPU, linear layers compute in eight bits, quantised from each policy; the trainer keeps model.dtype"
     )
@@ -134,6 +135,11 @@ class EngineSection(Section):
     def num_ranks(self) -> int:
         """Processes over which each engine spreads its model."""
         return int(self.options.get("tensor_parallel_size", 1)) * self.num_stages
+
+    @property
+    def num_here(self) -> int:
+        """Engines that are started with the run."""
+        return self.count - self.elsewhere
 
     @property
     def num_stages(self) -> int:
@@ -155,6 +161,10 @@ class BatchSection(Section):
 
 class PipelineSection(Section):
     mode: Mode = Field(Mode.STREAMING, description="streaming, one_step_off or sync")
+    placement: Placement = Field(
+        Placement.APART,
+        description="colocated: engines and trainer take turns on the same devices and share one copy of the weights; apart: side by side",
+    )
     max_staleness: Annotated[int, Field(ge=0)] = Field(4, description="K: versions between the oldest token and the policy it trains")
     max_running: PositiveInt | None = Field(None, description="rollouts in engines at once; default: 1.25 times what they decode at once")
     adaptive_concurrency: bool = Field(
@@ -329,43 +339,6 @@ class TrackingSection(Section):
     prometheus_interface: str = Field("127.0.0.1", description="address the Prometheus endpoint is bound to; it asks for no password")
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         0, description="its port; 0: a free one, told in <run>/endpoints/metrics.json"
-    )
-
-
-class NodesSection(Section):
-    """The nodes of a run that has several, whoever deals them out."""
-
-    save_s: PositiveInt = Field(600, description="seconds that a run has to save and end when its nodes are taken: a step and a checkpoint")
-    trainer_nodes: PositiveInt = Field(1, description="nodes for the trainer's ranks; the first is also the orchestrator's")
-    engine_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes for engines alone; 0: they are on the first")
-    scorer_nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes without GPUs for scorers; 0: on the first node")
-    gpus_per_node: Annotated[int, Field(ge=0)] = Field(0, description="of the nodes of trainer and engines")
-    cpus_per_node: PositiveInt = Field(8, description="cores asked for on every node")
-
-
-class SlurmSection(NodesSection):
-    time: SlurmTime = Field("24:00:00", description="limit of one allocation, as sbatch takes it")
-    at_limit: Literal["requeue", "chain", "end"] = Field(
-        "requeue",
-        description="when the time limit ends an allocation: requeue this job, or submit it anew where it is heterogeneous; leave the rest"
-        " to the next job of this name (chain); or end",
-    )
-    memory_per_node: str = Field("0", description="as sbatch takes it; 0: all of the node")
-    partition: str | None = Field(None, description="default: the cluster's own")
-    account: str | None = Field(None, description="whom the time is billed to; default: the user's own")
-    options: tuple[str, ...] = Field((), description="further sbatch options, each as `--name=value`")
-    setup: tuple[str, ...] = Field((), description="shell lines to run first, for example `module load cuda`")
-
-
-class KubernetesSection(NodesSection):
-    image: str = Field("", description="container image with this program in it; scripts/containers builds one")
-    claim: str = Field("", description="PersistentVolumeClaim, ReadWriteMany, that every pod mounts at run.folder: the run folder is there")
-    namespace: str = Field("default", description="of the Jobs and their settings; the claim is in it")
-    memory_per_node: str | None = Field(None, description="asked for in every pod, for example 64Gi; default: the cluster's own")
-    gpu_resource: str = Field("nvidia.com/gpu", description="by which the cluster's device plugin names a GPU")
-    restarts: Annotated[int, Field(ge=0)] = Field(20, description="pods that may be lost or begin again; then the job has failed")
-    pod: dict[str, Any] = Field(
-        {}, description='further fields of the pods\' spec, as Kubernetes names them, such as `{ nodeSelector = { pool = "h100" } }`'
     )
 
 

@@ -8,8 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipelinerl.config.backends import TrainerBackend, problems_of_backend
+from pipelinerl.config.constrained_sampling import constraints_are_accounted_for
 from pipelinerl.config.gateway import GatewaySection
+from pipelinerl.config.images import images_go_with
 from pipelinerl.config.layout import Schedule, nearest, problems_of
+from pipelinerl.config.nodes import engines_elsewhere_are_the_runs, nodes_have_work
+from pipelinerl.config.placement import devices_can_be_shared
 from pipelinerl.config.scheduling import cut_is_unbiased, dispatch_is_for_completions, early_stop_is_unbiased
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
 from pipelinerl.config.sections import (
@@ -18,16 +22,13 @@ from pipelinerl.config.sections import (
     DataSection,
     EngineSection,
     EvaluationSection,
-    KubernetesSection,
     LoraSection,
     ModelSection,
-    NodesSection,
     Offload,
     ReferenceSection,
     RolloutSection,
     SftSection,
     SftStreamSection,
-    SlurmSection,
     TrainerSection,
     WeightsSection,
 )
@@ -245,23 +246,6 @@ def _samples_differ(evaluation: EvaluationSection) -> Iterator[str]:
         )
 
 
-def _nodes_have_work(engine: EngineSection, trainer: TrainerSection, nodes: NodesSection, *, section: str) -> Iterator[str]:
-    if nodes.engine_nodes > engine.count:
-        yield f"{section}.engine_nodes is {nodes.engine_nodes} but engine.count is {engine.count}: nodes would idle. Raise engine.count."
-    if nodes.scorer_nodes > 1:
-        yield f"{section}.scorer_nodes is {nodes.scorer_nodes}, but a run has one scorer, with scorer.slots processes. Set it to 1."
-    if trainer.ranks % nodes.trainer_nodes:
-        yield f"trainer.ranks is {trainer.ranks}, which {section}.trainer_nodes = {nodes.trainer_nodes} does not divide: each has as many."
-
-
-def _nodes_of_slurm_have_work(engine: EngineSection, trainer: TrainerSection, slurm: SlurmSection) -> Iterator[str]:
-    yield from _nodes_have_work(engine, trainer, slurm, section="slurm")
-
-
-def _nodes_of_kubernetes_have_work(engine: EngineSection, trainer: TrainerSection, kubernetes: KubernetesSection) -> Iterator[str]:
-    yield from _nodes_have_work(engine, trainer, kubernetes, section="kubernetes")
-
-
 def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: ModelSection) -> Iterator[str]:
     if environment.function is not None and environment.cls is not None:
         yield f"environment.function is {environment.function}, environment.cls {environment.cls}: one of them replies. Leave one out."
@@ -375,13 +359,14 @@ _CHECKS = (
     _backend_can_do_it,
     _zero_bubble_adds_up_in_float32,
     _samples_differ,
-    _nodes_of_slurm_have_work,
-    _nodes_of_kubernetes_have_work,
+    nodes_have_work,
+    engines_elsewhere_are_the_runs,
     _reference_can_be_offloaded,
     _teachers_are_named_once,
     _adapters_can_be_separate,
     _episodes_go_with,
     _agents_play_alone,
+    images_go_with,
     _rewards_are_functions_or_models,
     _steps_have_one_model,
     _fine_tuning_keeps_its_base,
@@ -394,5 +379,7 @@ _CHECKS = (
     _int8_is_for_whole_policies_of_one_rank,
     _ranks_can_take_policies,
     sharded_policies_can_be_sent,
+    devices_can_be_shared,
+    constraints_are_accounted_for,
 )
 """Each takes the sections it is about, by name."""

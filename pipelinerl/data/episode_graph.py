@@ -14,10 +14,8 @@ An *environment* knows where its turn belongs: it appends the reply under the tu
 was worth, `graph.with_reward(1, 0.5)`. The `state` of a sampled node names what the model saw when it began, so that credit can compare
 turns of siblings that answered equal states.
 
-A *gateway* is sent a whole context and asks where it continues: `index, matched = graph.longest_prefix(ids)`. It appends the rest,
-`Node.given(ids[matched:], parent=index)`, unless nothing is left, and asks an engine that is no older than `graph.newest_version(index)`.
-Where `index` is not the node that the client was answered with, the client's template changed ids that were sampled: the new node is a
-branch, and the gateway counts a drift. Parallel calls are appended in the order of their answers.
+The *gateway* is sent whole contexts: one that goes on from a turn becomes its child, and one that a client's template changed becomes a
+branch (`pipelinerl.gateway.episodes`). Parallel calls are appended in the order of their answers.
 
 What always holds, also of a graph off the wire: parents stand before their children; a node is wholly sampled or wholly given; versions
 never fall along a path from a root, since a child is asked for after its parent was sampled, of an engine that is no older. `rows` are what
@@ -167,19 +165,6 @@ class EpisodeGraph(Message, frozen=True):
         """Return the version of the last sampled token up to this node, -1 for none. No engine that holds an older one may go on here."""
         sampled = (self.nodes[each].versions[-1] for each in reversed(self.path(index)) if self.nodes[each].is_sampled)
         return int(next(sampled, UNSAMPLED))
-
-    def longest_prefix(self, token_ids: Int32) -> tuple[int, int]:
-        """Return (index, matched): the node whose whole context is the longest that `token_ids` begin with, and how long that is.
-
-        The first of several, (-1, 0) for none. A node of which only a part is repeated does not count: what follows branches before it.
-        """
-        matched: list[int] = []
-        for node in self.nodes:
-            start = 0 if node.parent < 0 else matched[node.parent]
-            is_repeated = start >= 0 and np.array_equal(token_ids[start : start + node.num_tokens], node.token_ids)
-            matched.append(start + node.num_tokens if is_repeated else -1)
-        best = max(matched, default=-1)
-        return (matched.index(best), best) if best >= 0 else (-1, 0)
 
     @property
     def num_tokens(self) -> int:

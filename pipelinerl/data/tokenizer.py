@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import DataSection
-from pipelinerl.errors import ConfigError
+from pipelinerl.data.images import ImageProcessor, num_images
+from pipelinerl.data.tool_calls import ToolCallParser
+from pipelinerl.errors import ConfigError, DataError
+from pipelinerl.messages import Images
 from pipelinerl.runtime.import_cache import remember_transformers
 
 _NO_ROW: Mapping[str, Any] = types.MappingProxyType({})
@@ -41,12 +44,13 @@ def load_tokenizer(folder: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Options by which prompts become chats: keys of the section `data` by the same names."""
+    """Options by which prompts become chats, and chats are read: keys of the section `data` by the same names."""
 
     chat: bool = False
     system_prompt: str | None = None
     tools: str | Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tool_call_parser: str | None = None
 
     @classmethod
     def of(cls, section: DataSection) -> ChatOptions:
@@ -68,11 +72,19 @@ class TextEncoder:
     - What follows a prompt (a demonstration's completion, an environment's reply) gets nothing added.
     """
 
-    def __init__(self, tokenizer: Any, *, options: ChatOptions | None = None, opens_turn: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        options: ChatOptions | None = None,
+        opens_turn: bool = True,
+        image_processor: Callable[[], ImageProcessor] | None = None,
+    ) -> None:
         """Take a `tokenizer` as `load_tokenizer` gives it. Without `opens_turn`, a chat ends behind its last message: what an environment
-        says first follows.
+        says first follows. `image_processor` is called when the first image comes; None where none may come.
         """
         self._tokenizer = tokenizer
+        self._image_processor = image_processor
         self._opens_turn = opens_turn
         self._options = options or ChatOptions()
         self._prefix: list[int] | None = None
@@ -85,8 +97,20 @@ class TextEncoder:
         """Return whether the chat template writes this prompt."""
         return self._options.makes_chats or not isinstance(value, str)
 
-    def text(self, value: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any] = _NO_ROW) -> str:
-        """Return the prompt as the model sees it: its text, or what the chat template makes of messages. Raises as `prompt`."""
+    def text(self, value: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any] = _NO_ROW, *, images: Images = ()) -> str:
+        """Return the prompt as the model sees it: its text, or what the chat template makes of messages. Raises as `prompt`.
+
+        `images` are those of the messages, in order.
+        """
+        if num_images(value) > len(images):
+            raise DataError("the messages have an image, and here they may have none: prompts of [data] and [evaluation] may, in RL alone")
+        if images:
+            assert self._image_processor is not None, "who reads images has a processor for them"
+            processor = self._image_processor()
+            return processor.expand(self._rendered(value, row), images)
+        return self._rendered(value, row)
+
+    def _rendered(self, value: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> str:
         if not self.is_chat(value):
             return str(value)
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
@@ -139,6 +163,8 @@ class Codec:
     """The tokenizer itself, for chat templates."""
     ends: frozenset[int] = frozenset()
     """See `decoder`."""
+    calls: ToolCallParser | None = None
+    """What reads tool calls: `data.tool_call_parser`; None for JSON between `<tool_call>` and `</tool_call>`."""
 
 
 def codec_of(tokenizer: Any, *, ends: Collection[int] = ()) -> Codec:

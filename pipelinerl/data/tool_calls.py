@@ -1,6 +1,8 @@
-"""Tool calls in what a model wrote, by the convention of Hermes, Qwen and SmolLM: JSON between `<tool_call>` and `</tool_call>`.
+"""Tool calls in what a model wrote: how parsers are asked, and the one that needs nothing but Python.
 
-What is malformed stays text: an agent then sees what the model said, and nothing is repaired that the model did not write.
+`JsonToolCalls` reads the convention of Hermes, Qwen and SmolLM: JSON between `<tool_call>` and `</tool_call>`. What is malformed stays
+text: an agent then sees what the model said, and nothing is repaired that the model did not write. Other conventions are read by vLLM's own
+parsers (`pipelinerl.engine.vllm.tool_parser`, `data.tool_call_parser`).
 """
 
 from __future__ import annotations
@@ -8,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 OPENING = "<tool_call>"
+MALFORMED = f'malformed tool call: expected {OPENING}{{"name": ..., "arguments": {{...}}}}</tool_call>'
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat completions name them."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
@@ -21,7 +26,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON of an object."""
+    """JSON, as a rule of an object; what else a model writes there, vLLM's parsers pass on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,57 @@ class Said:
 
     text: str
     calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
+    """Why what looks like a call in the text is none; empty where nothing does, or where the parser cannot tell."""
+
+
+class ToolCallParser(Protocol):
+    """Reads the tool calls of turns."""
+
+    def check(self, tools: Tools) -> None:
+        """Raise `DataError` where the tools are none that this parser takes."""
+
+    def said(self, token_ids: Sequence[int], *, tools: Tools, stop: Sequence[str] = ()) -> Said:
+        """Split a turn that has ended into text and calls; `stop` are texts that end it before, and are not part of it."""
+        ...
+
+    def reader(self, *, tools: Tools) -> Callable[[Sequence[int]], str]:
+        """Return a function that is told all tokens of an unfinished turn so far, again and again, and returns its text as far as that is
+        known to be no part of a call."""
+        ...
+
+
+class JsonToolCalls:
+    """The convention above."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """Take `decode`, which makes text of a turn."""
+        self._decode = decode
+
+    def check(self, tools: Tools) -> None:
+        """Take whatever a chat template writes."""
+
+    def said(self, token_ids: Sequence[int], *, tools: Tools, stop: Sequence[str] = ()) -> Said:
+        return parse(until(self._decode(list(token_ids)), stop))
+
+    def reader(self, *, tools: Tools) -> Callable[[Sequence[int]], str]:
+        def read(token_ids: Sequence[int]) -> str:
+            text = whole_characters(self._decode(list(token_ids)))
+            return text[: num_safe(text)]
+
+        return read
+
+
+def until(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first of these texts."""
+    for one in stop:
+        text = text.partition(one)[0]
+    return text
+
+
+def whole_characters(text: str) -> str:
+    """Return the text of an unfinished turn without the half of a character at its end."""
+    return text.removesuffix("\ufffd")
 
 
 def parse(text: str) -> Said:
@@ -43,7 +99,8 @@ def parse(text: str) -> Said:
         calls.append(call)
         rest.append(text[end : found.start()])
         end = found.end()
-    return Said(text="".join([*rest, text[end:]]).strip(), calls=tuple(calls)) if calls else Said(text=text)
+    left = "".join([*rest, text[end:]]).strip() if calls else text
+    return Said(text=left, calls=tuple(calls), malformed=MALFORMED if OPENING in left else "")
 
 
 def num_safe(text: str) -> int:

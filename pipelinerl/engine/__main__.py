@@ -22,7 +22,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.runtime import early, startup
 from pipelinerl.runtime.devices import show_first, usable_gpus
 from pipelinerl.runtime.imports import of_large_packages
-from pipelinerl.runtime.parts import share_of
+from pipelinerl.runtime.parts import engines_of
 from pipelinerl.runtime.process import crash_report, die_with_parent, how_it_ended, record_failure
 from pipelinerl.runtime.restarts import Restarts
 
@@ -34,15 +34,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.engine", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
+    parser.add_argument("--elsewhere", help="K/N: part of the engines that the run leaves to other jobs (engine.elsewhere)")
     parser.add_argument("--gpus", action="append", default=[], help="UUIDs of the GPUs of one engine, with commas; once for each engine")
     arguments = parser.parse_args(early.arguments(lambda settings: _prepare(Config.model_validate_json(settings))))
     run_folder = arguments.run_folder
-    with crash_report(run_folder, f"engines-{arguments.part.partition('/')[0]}" if arguments.part else "engines"):
+    with crash_report(run_folder, _name_of(arguments.part, arguments.elsewhere)):
         config = load_run(run_folder)
         _prepare(config)
         make_private_folder()
-        engine_ids = share_of(arguments.part, count=config.engine.count)
+        engine_ids = engines_of(arguments.part, arguments.elsewhere, num_here=config.engine.num_here, num_elsewhere=config.engine.elsewhere)
         sys.exit(_Parent(config, run_folder, gpus=dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))).run())
+
+
+def _name_of(part: str | None, elsewhere: str | None) -> str:
+    """The name of this process among those of the run."""
+    number = (elsewhere or part or "").partition("/")[0]
+    return "engines" + ("-elsewhere" if elsewhere else "") + (f"-{number}" if number else "")
 
 
 def _prepare(config: Config) -> None:
@@ -176,6 +183,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
                 policies=run_folder / "weights",
                 adapters=adapters,
                 choices=choices,
+                is_colocated=config.is_colocated,
             )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     asks_by_request = config.gateway is not None or config.tinker is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -68,6 +68,17 @@ class Sampled:
             routes=self.routes,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that shares its device with the trainer, in turns."""
+
+    def sleep(self) -> int:
+        """Give back the memory of weights and KV cache, and keep the requests, until `commit`, which counts as recomputed those whose KV
+        cache was dropped here. Between two forward passes. Returns the bytes given back.
+        """
+        ...
 
 
 class Engine(Protocol):

@@ -32,6 +32,9 @@ class FakeEngine:
         self._positions: dict[str, int] = {}
         self._num_commits = 0
         self._staged: str | None = None
+        self._is_asleep = False
+        self._dropped: list[str] = []
+        """Sequences whose KV cache was dropped, to sleep."""
 
     @property
     def kv_used(self) -> float | None:
@@ -54,6 +57,7 @@ class FakeEngine:
         self._positions.pop(rollout_id, None)
 
     def step(self) -> list[Sampled]:
+        assert not self._is_asleep, "a forward pass of an engine that is asleep"
         running, token_ids = self.running(), []
         finishes: dict[str, Finish] = {}
         judged: dict[str, Float32] = {}
@@ -99,4 +103,9 @@ class FakeEngine:
             raise WeightsError("nothing is staged: commit follows stage")
         self._staged = None
         self._num_commits += 1
-        return [rollout_id for rollout_id in recompute if rollout_id in self._requests]
+        self._is_asleep, dropped, self._dropped = False, self._dropped, []
+        return [rollout_id for rollout_id in dict.fromkeys((*recompute, *dropped)) if rollout_id in self._requests]
+
+    def sleep(self) -> int:
+        self._is_asleep, self._dropped = True, [rollout_id for rollout_id in self.running() if self._positions[rollout_id]]
+        return 0

@@ -8,11 +8,13 @@ that says nothing ends each pass in the `Engine.step` that launches it, and `ver
 A swap is a transaction of this engine alone: staged in a thread while decoding goes on, acknowledged (`WeightsStaged`), committed at the
 next boundary, said (`WeightsCommitted`). Whatever fails before the commit is said with its own words (`WeightsRefused`), and the old
 version serves on. Orders are compared by (rollback epoch, version): one that is not newer than the newest known changes nothing.
+
+An engine that is told to sleep does so between two passes, and after the swap under way. It keeps its sequences, holds no policy, and
+runs no pass until it has committed one, be it of the version that it had: then its sequences go on.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import time
@@ -22,6 +24,8 @@ import numpy as np
 
 from pipelinerl.engine.base import Engine, Sampled
 from pipelinerl.engine.columns import NO_ROW, Columns
+from pipelinerl.engine.nap import Nap
+from pipelinerl.engine.orders import Stager, Staging, age_of
 from pipelinerl.engine.stop_strings import Finder, StopStrings
 from pipelinerl.errors import EngineError, PipelineError, VersionNotHeld, WireError
 from pipelinerl.messages import (
@@ -35,6 +39,7 @@ from pipelinerl.messages import (
     Message,
     Reattach,
     Routes,
+    Sleep,
     StageWeights,
     Tokens,
     WeightsCommitted,
@@ -44,9 +49,6 @@ from pipelinerl.messages import (
 from pipelinerl.runtime.machine import machine_id
 from pipelinerl.transport.codec import Decoder
 
-Stager = Callable[[StageWeights], "concurrent.futures.Future[None]"]
-"""Starts `Engine.stage` somewhere that does not hold up the loop."""
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Running:
@@ -55,15 +57,6 @@ class _Running:
     recomputed: list[int] = dataclasses.field(default_factory=list)
     """Number of tokens each time that its KV cache was computed anew."""
     prompt_logprobs: Float32 | None = None
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Staging:
-    order: StageWeights
-    future: concurrent.futures.Future[None]
-    started_at: float
-    stage_s: float | None = None
-    """Set once it is staged and acknowledged."""
 
 
 class EngineLoop:
@@ -97,16 +90,17 @@ class EngineLoop:
         """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
         self._withheld: list[Completion] = []
         """Completions of such sequences."""
-        self._staging: _Staging | None = None
+        self._staging: Staging | None = None
         self._next: StageWeights | None = None
+        self._nap = Nap(engine, engine_id=engine_id, clock=clock)
         self._num_tokens = 0
         self._num_steps = 0
         self._busy_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        """True while a sequence runs or a swap is under way."""
-        return bool(self._running)
+        """True while a forward pass can be run."""
+        return bool(self._running) and not self._nap.is_asleep
 
     @property
     def is_swapping(self) -> bool:
@@ -170,14 +164,18 @@ class EngineLoop:
                 self._keep_only(message)
             case StageWeights():
                 self._order(message)
+            case Sleep():
+                self._nap.tell(message)
             case _:
                 raise TypeError(f"an engine does not take {type(message).__name__}")
 
     def advance(self) -> None:
-        """Commit a staged version if it may be, then run one forward pass if there is work."""
+        """Commit a staged version if it may be, then run one forward pass if there is work, or sleep if told to."""
         self._acknowledge_if_staged()
         self._commit_if_acknowledged()
-        if not self._running:
+        if self._staging is None and (asleep := self._nap.begin(num_running=len(self._running))) is not None:
+            self.outbox.append(asleep)
+        if not self.has_work:
             return
         started = self._clock()
         try:
@@ -304,12 +302,13 @@ class EngineLoop:
             self._finish(rollout_id, Finish.ERROR, error=error)
 
     def _order(self, order: StageWeights) -> None:
-        if _age(order) <= (self.rollback_epoch, self.version):
-            if _age(order) == (self.rollback_epoch, self.version):
+        held = (self.rollback_epoch, self.version)
+        if age_of(order) <= held and not (self._nap.is_asleep and age_of(order) == held):
+            if age_of(order) == (self.rollback_epoch, self.version):
                 self.outbox.append(self._committed(order, pause_s=0.0, stage_s=0.0))
             return
         newest = self._next or (self._staging.order if self._staging else None)
-        if newest is None or _age(order) > _age(newest):
+        if newest is None or age_of(order) > age_of(newest):
             self._next = order
             self._start_staging()
 
@@ -317,7 +316,7 @@ class EngineLoop:
         """Stage the newest ordered version; one still being staged is finished first, because its thread reads the buffer."""
         if self._next is not None and (self._staging is None or self._staging.future.done()):
             order, self._next = self._next, None
-            self._staging = _Staging(order=order, future=self._stager(order), started_at=self._clock())
+            self._staging = Staging(order=order, future=self._stager(order), started_at=self._clock())
 
     def _acknowledge_if_staged(self) -> None:
         staging = self._staging
@@ -337,7 +336,7 @@ class EngineLoop:
 
     def _commit_if_acknowledged(self) -> None:
         staging = self._staging
-        if staging is None or staging.stage_s is None or (staging.order.when_idle and self._running):
+        if staging is None or staging.stage_s is None or (staging.order.when_idle and self.has_work):
             return
         order = staging.order
         stale = self._columns.staler_than(
@@ -349,7 +348,7 @@ class EngineLoop:
         except PipelineError as error:
             self._refuse(error)
             return
-        pause_s = self._clock() - before
+        pause_s, self._nap.is_asleep = self._clock() - before, False
         places, num_recomputed = self._columns.recompute(recomputed, order.version)
         if order.rollback_epoch > self.rollback_epoch:
             self._withdraw_undone(order.version)
@@ -391,7 +390,3 @@ class EngineLoop:
 
 
 _completions: Decoder[Completion] = Decoder(Completion)
-
-
-def _age(order: StageWeights) -> tuple[int, int]:
-    return order.rollback_epoch, order.version

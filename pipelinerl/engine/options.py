@@ -1,4 +1,4 @@
-"""The check of `engine.options` against a table of the pinned vLLM's arguments: names, kinds and values.
+"""The check of `engine.options` and `data.tool_call_parser` against a table of the pinned vLLM: names, kinds and values.
 
 vLLM says so itself, once it has been imported: half a minute into the run, on another machine. The table is made by
 `python -m scripts.vllm_options`, and a test holds it against the vLLM that is installed there.
@@ -34,10 +34,10 @@ _KINDS = {"bool": bool, "int": int, "float": (int, float), "str": str, "table": 
 
 
 @cache
-def known_options() -> tuple[str, dict[str, dict[str, list[Any]]]]:
-    """(version of vLLM, by option its `kinds` or `choices`) of the table."""
+def pinned(part: str) -> tuple[str, Any]:
+    """(version of vLLM, a part of the table): `options`, by name their `kinds` or `choices`, or `tool_call_parsers`, their names."""
     tree = json.loads(resources.files("pipelinerl.engine.vllm").joinpath("options.json").read_text())
-    return tree["vllm"], tree["options"]
+    return tree["vllm"], tree[part]
 
 
 def problems_of_options(
@@ -47,7 +47,7 @@ def problems_of_options(
 
     An option that the table lacks is let through where another version is installed: that one may have it.
     """
-    version, known = known_options()
+    version, known = pinned("options")
     for name, value in options.items():
         key = f"{section}.options.{name}"
         if name in own_keys:
@@ -59,6 +59,16 @@ def problems_of_options(
                 yield f"{key} is no engine argument of vLLM {version}{nearest(name, known)}"
         elif (wanted := _wanted(value, known[name])) is not None:
             yield f"{key} is {value!r}, expected {wanted} (vLLM {version})"
+
+
+def problems_of_parser(name: str | None, *, installed: str | None) -> Iterator[str]:
+    """Say what is wrong with `data.tool_call_parser`; `installed` is the version of vLLM here, where there is one.
+
+    A name that the table lacks is let through where another version is installed: that one may have it.
+    """
+    version, known = pinned("tool_call_parsers")
+    if name is not None and name not in known and (installed is None or installed.partition("+")[0] == version):
+        yield f"data.tool_call_parser is {name!r}, expected a parser of vLLM {version}{nearest(name, known)}: {', '.join(known)}"
 
 
 def _wanted(value: Any, option: Mapping[str, list[Any]]) -> str | None:

@@ -17,6 +17,7 @@ from pipelinerl.config.file import load_run
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.engine.tool_parser import parser_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.episodes import Episodes
 from pipelinerl.gateway.http import Gateway
@@ -68,6 +69,7 @@ async def serve(config: Config, *, link: Link, listener: socket.socket, address:
         orchestrator,
         template=ChatTemplate(tokenizer, options=config.data.chat_template_kwargs, ends=ends.ids),
         decode=decoder(tokenizer, ends=ends.of_model),
+        calls=parser_of(config.data.tool_call_parser, tokenizer, ends=ends.of_model),
         max_turns=section.max_requests,
         max_parallel=section.max_parallel,
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.data import tool_calls
 from pipelinerl.gateway.episodes import Answer, Episode
 from pipelinerl.gateway.refusal import RequestRefused
 from pipelinerl.gateway.turns import Asked, Spoken, Turns
@@ -21,18 +20,17 @@ async def parts(answer: Answer, asked: Asked, *, turns: Turns, episode: Episode)
     What may be the beginning of a tool call, or of a stop string, is held back until it is known. Together the parts are the text that the
     turn has without streaming, but for blanks around a tool call.
     """
-    shown = 0
+    read, shown = turns.reader(asked), ""
     while not answer.done.done():
-        text = "" if asked.stop else turns.decode(answer.told).removesuffix("\ufffd")  # half a character
-        safe = tool_calls.num_safe(text) if asked.tools else len(text)
-        if safe > shown:
-            yield text[shown:safe]
-            shown = safe
+        text = read(answer.told)
+        if len(text) > len(shown):
+            yield text[len(shown) :]
+            shown = text
         await _news(answer, episode)
     turn = answer.done.result()
     spoken = turns.spoken(turn, asked, lease=episode.lease)
-    rest = spoken.text[shown:] if not spoken.calls else spoken.text[len(turns.decode(turn.token_ids.tolist())[:shown].strip()) :]
-    if rest:
+    alike = next((one for one in (shown, shown.lstrip(), shown.strip()) if spoken.text.startswith(one)), spoken.text)
+    if rest := spoken.text[len(alike) :]:
         yield rest
     yield turn, spoken
 

@@ -87,11 +87,14 @@ class Turns:
         *,
         template: ChatTemplate,
         decode: Callable[[list[int]], str],
+        calls: tool_calls.ToolCallParser | None = None,
         max_turns: int,
         max_parallel: int,
     ) -> None:
-        """Take the `template` of the model, and `decode`, which makes text of a turn (`pipelinerl.data.tokenizer.decoder`)."""
+        """Take the `template` of the model, `decode`, which makes text of a turn (`pipelinerl.data.tokenizer.decoder`), and what reads tool
+        `calls`; None for JSON between `<tool_call>` and `</tool_call>`."""
         self.decode = decode
+        self._calls = calls or tool_calls.JsonToolCalls(decode)
         self._orchestrator = orchestrator
         self._template = template
         self._max_turns = max_turns
@@ -99,6 +102,10 @@ class Turns:
 
     def ask(self, episode: Episode, asked: Asked, *, retry: Retry) -> list[Answer]:
         """Have a conversation answered, `num_answers` times. Raises `RequestRefused` where it cannot be."""
+        try:
+            self._calls.check(asked.tools)
+        except DataError as error:
+            raise wrong(str(error), param="tools") from None
         try:
             digests = _digests(asked.messages, tools=asked.tools)
             known = next((end for end in range(len(asked.messages) - 1, 0, -1) if digests[end] in episode.by_digest), 0)
@@ -127,12 +134,21 @@ class Turns:
 
     def spoken(self, turn: TurnSampled, asked: Asked, *, lease: str) -> Spoken:
         """Return a turn as its client reads it: without stop strings, with tool calls where there are tools to call."""
-        text = self.decode(turn.token_ids.tolist())
-        for stop in asked.stop:
-            text = text.partition(stop)[0]
-        said = tool_calls.parse(text) if asked.tools else tool_calls.Said(text=text)
+        token_ids = turn.token_ids.tolist()
+        if asked.tools:
+            said = self._calls.said(token_ids, tools=asked.tools, stop=asked.stop)
+        else:
+            said = tool_calls.Said(text=tool_calls.until(self.decode(token_ids), asked.stop))
         names = tuple(f"call_{lease[:8]}_{turn.node}_{number}" for number in range(len(said.calls)))
         return Spoken(text=said.text, calls=said.calls, call_ids=names)
+
+    def reader(self, asked: Asked) -> Callable[[Sequence[int]], str]:
+        """Return a function that is told the tokens of an unfinished turn so far, and returns as much of its text as may be shown."""
+        if asked.stop:  # what may be the beginning of a stop string is known at the end alone
+            return lambda token_ids: ""
+        if asked.tools:
+            return self._calls.reader(tools=asked.tools)
+        return lambda token_ids: tool_calls.whole_characters(self.decode(list(token_ids)))
 
     def _tokens(self, asked: Asked, *, parent: Node | None, known: int) -> tuple[Node | None, list[int]]:
         """Return the turn that a conversation goes on from, if any, and the tokens behind it."""

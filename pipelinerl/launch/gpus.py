@@ -16,7 +16,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import Role
 from pipelinerl.rewards.calls import component_names
 from pipelinerl.runtime.devices import Gpu, named, said
-from pipelinerl.runtime.parts import share_of
+from pipelinerl.runtime.parts import engines_of, share_of
 
 ENGINES, PRM, REWARDS, TRAINER = "engines", "scorer-1", "scorer-0", "trainer"
 """The processes that compute on GPUs, by their names without the number of the machine."""
@@ -57,7 +57,7 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
         kind: role for role in roles for kind in (ENGINES, PRM, REWARDS, TRAINER) if role.name == kind or role.name.startswith(f"{kind}-")
     }
     ranks = share_of(_part(by_kind.get(TRAINER)), count=config.trainer.ranks) if TRAINER in by_kind else range(0)
-    engine_ids = share_of(_part(by_kind.get(ENGINES)), count=config.engine.count) if ENGINES in by_kind else range(0)
+    engine_ids = _engines_in(config, by_kind.get(ENGINES))
     wanted: dict[str, dict[str, int]] = {
         "engine": {f"engine-{number}": config.engine.num_ranks for number in engine_ids} if config.engine.kind == "vllm" else {},
         "prm": {"prm": config.prm.num_ranks} if PRM in by_kind and config.prm.path is not None else {},
@@ -151,8 +151,16 @@ def _arguments(groups: Sequence[Sequence[Gpu]]) -> tuple[str, ...]:
     return tuple(word for group in groups for word in ("--gpus", ",".join(gpu.uuid for gpu in group)))
 
 
-def _part(role: Role | None) -> str | None:
+def _engines_in(config: Config, role: Role | None) -> range:
+    """The engines of a role's process."""
+    if role is None:
+        return range(0)
+    engine = config.engine
+    return engines_of(_part(role), _part(role, "--elsewhere"), num_here=engine.num_here, num_elsewhere=engine.elsewhere)
+
+
+def _part(role: Role | None, option: str = "--part") -> str | None:
     """The K/N that a role was told; None where it is the only one of its kind."""
-    if role is None or "--part" not in role.command:
+    if role is None or option not in role.command:
         return None
-    return role.command[role.command.index("--part") + 1]
+    return role.command[role.command.index(option) + 1]

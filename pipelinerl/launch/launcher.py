@@ -145,7 +145,8 @@ class Launcher:
         finally:
             overseer.cancel()
             await self._processes.end_all()
-            unlink_buffers(run_token(self._run_folder))
+            if any(name.partition("-")[0] == "trainer" for name in self._roles):  # they are its own; on this machine it may live on
+                unlink_buffers(run_token(self._run_folder))
 
     async def _start(self, name: str) -> None:
         await self._processes.start(self._roles[name], self._tasks)

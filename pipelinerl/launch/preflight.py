@@ -30,7 +30,7 @@ from pipelinerl.config.layout import check_layout
 from pipelinerl.data.hub import model_folder
 from pipelinerl.engine.budget import plan_on
 from pipelinerl.engine.kv import SHARE_OF_MEMORY, KvPlan, context_of, plan_kv
-from pipelinerl.engine.options import problems_of_options
+from pipelinerl.engine.options import problems_of_options, problems_of_parser
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import doctor
 from pipelinerl.launch.gpus import place
@@ -224,7 +224,8 @@ def _engine_options(config: Config) -> Iterator[Finding]:
     installed = next(filter(None, map(doctor.version_of, doctor.VLLM_PACKAGES)), None)
     engine = problems_of_options(config.engine.options, section="engine", installed=installed)
     prm = problems_of_options(config.prm.options, section="prm", installed=installed, own_keys=_PRM_KEYS)
-    yield from (fail("", problem) for problem in (*engine, *prm))
+    parser = problems_of_parser(config.data.tool_call_parser, installed=installed)
+    yield from (fail("", problem) for problem in (*engine, *prm, *parser))
     for number, reward in enumerate(config.reward):
         if reward.model is not None:
             section = f"reward.{number}"

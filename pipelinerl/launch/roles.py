@@ -47,7 +47,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
                 has_nothing_to_save=True,
                 begins_early=config.engine.kind == "vllm",
             )
-            for name, part in _parts("engines", engine_nodes)
+            for name, part in (_parts("engines", engine_nodes) if config.engine.num_here else [])
         ),
         *([] if is_served else [_scorer_role(run)]),
         *([_prm_role(run)] if config.prm.is_used else []),
@@ -58,6 +58,12 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for program in [_trainer(config, part)]
         ),
     )
+
+
+def engines_elsewhere(config: Config, run_folder: Path, part: str) -> Role:
+    """The engines of a run that another job starts: part `K/N` of those that the run leaves to others."""
+    command = (sys.executable, "-m", "pipelinerl.engine", "--run-folder", str(run_folder), "--elsewhere", part)
+    return Role(name=f"engines-elsewhere-{part.partition('/')[0]}", command=command, has_nothing_to_save=True)
 
 
 def sidecars_of(config: Config, run_folder: Path) -> tuple[Sidecar, ...]:

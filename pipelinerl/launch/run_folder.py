@@ -57,6 +57,13 @@ def _make_run_folder(config: Config) -> Path:
     return folder
 
 
+def is_finished(run_folder: Path) -> bool:
+    """Return whether the run had come to its end before it was asked to save."""
+    journal = run_folder / "journal" / "orchestrator.jsonl"
+    last = journal.read_bytes().splitlines()[-1:] if journal.exists() else []
+    return any(b'"kind": "end"' in line and b'"reason": "finished"' in line for line in last)
+
+
 def forget_endpoints(run_folder: Path) -> None:
     """Remove what an orchestrator that is gone has published: who starts now must wait for the next one's."""
     for path in (run_folder / "endpoints").glob("*.json"):

@@ -1,4 +1,4 @@
-"""One node's part of a run over several nodes, whoever deals them out (Slurm, Kubernetes): its processes, the wish to save, the verdict.
+"""One node's part of a run over several (dealt out by Slurm, Kubernetes or Ray): its processes, the wish to save, the verdict.
 
 Starts the processes that `placement` gives to this node and passes the wish to save on to the orchestrator. Each node writes down how it
 ended, in the folder of the attempt; the first one waits for all of them, as long as its time and `save_s` allow, and gives the verdict.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -18,10 +19,12 @@ from typing import Any
 
 from pipelinerl.config import Config, NodesSection, RunSection
 from pipelinerl.errors import LeaseError, PipelineError
+from pipelinerl.launch.attempts import SAVE, attempt_folder, code_file
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.placement import nodes_of, roles_on
 from pipelinerl.launch.roles import Role, sidecars_of
+from pipelinerl.launch.run_folder import is_finished
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.lease import LEASE_S, RENEW_EVERY_S, Lease, held
 from pipelinerl.runtime.process import record_failure
@@ -29,6 +32,8 @@ from pipelinerl.runtime.sidecars import Sidecar, sidecars
 
 LEAVE_S = 15.0
 """Left of the allocation for the script to requeue the job. Slurm's own kill beats a later exit, and a job it killed is not requeued."""
+SIDECARS_S = 30.0
+"""For the sidecars of an attempt that another is to follow: their next start goes on, and the nodes may be taken by then."""
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at what other nodes wrote. A shared file system tells nobody of a new file."""
 DONE, FAILED, UNFINISHED = 0, 1, 75
@@ -48,7 +53,8 @@ class Supervisor:
         self._address = address
         nodes = nodes_of(section)
         self._node, self._num_nodes = node, nodes.count
-        self._attempt_folder = run_folder / "logs" / f"attempt-{attempt}"
+        self._attempt_folder = attempt_folder(run_folder, attempt)
+        self._code_file = code_file(run_folder, attempt, node=node)
         self._is_saving = False
         self._is_launched = False
         """The launcher hears signals; before that one would end this process without a word."""
@@ -58,8 +64,9 @@ class Supervisor:
         self._roles = tuple(Role(**role | {"command": self._command(role)}) for role in recorded if role["name"] in names)
 
     def _command(self, role: dict[str, Any]) -> tuple[str, ...]:
-        """The orchestrator of a run over several nodes listens where the others reach it, unless the settings say where."""
-        is_reached = self._num_nodes == 1 or self._config.run.interface != RunSection().interface  # pyright: ignore[reportCallIssue]
+        """The orchestrator of a run with processes elsewhere listens where they reach it, unless the settings say where."""
+        is_alone = self._num_nodes == 1 and not self._config.engine.elsewhere
+        is_reached = is_alone or self._config.run.interface != RunSection().interface  # pyright: ignore[reportCallIssue]
         if role["name"] != "orchestrator" or is_reached:
             return tuple(role["command"])
         return (*role["command"], "--interface", self._address())
@@ -75,7 +82,7 @@ class Supervisor:
         timer = loop.call_later(max(0.0, until - self._save_s - time.time()), self._save, "the allocation is about to end")
         watcher = asyncio.create_task(self._watch())
         try:
-            with sidecars(self._run_folder, self._sidecars()):
+            with sidecars(self._run_folder, self._sidecars(), left_s=lambda: self._left_s(until)):
                 code = await self._launch()
         finally:
             timer.cancel()
@@ -123,7 +130,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Save when the script asks for it, or when a process fails elsewhere."""
         while not self._is_saving:
-            if (self._attempt_folder / "save").exists():
+            if (self._attempt_folder / SAVE).exists():
                 self._save("the script asks for it")
             elif FAILED in self._codes().values():
                 self._save("another node failed")
@@ -134,7 +141,7 @@ class Supervisor:
         if self._node != 0:
             # The first node may exit as soon as it has read this, and the others are ended then: their own code is what counts.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        (self._attempt_folder / f"node-{self._node}.code").write_text(f"{code}\n")
+        self._code_file.write_text(f"{code}\n")
         if self._node != 0:
             return code
         end = min(time.time() + self._save_s, until - LEAVE_S)
@@ -169,14 +176,16 @@ class Supervisor:
             latest.unlink(missing_ok=True)
             latest.symlink_to(log.relative_to(latest.parent))
 
+    def _left_s(self, until: float) -> float:
+        """Seconds that sidecars may take once the processes have ended: what is left of the allocation, less what it takes to leave it."""
+        return min(math.inf if self.is_finished() else SIDECARS_S, until - LEAVE_S - time.time())
+
     def _sidecars(self) -> tuple[Sidecar, ...]:
         return sidecars_of(self._config, self._run_folder) if self._node == 0 else ()
 
     def is_finished(self) -> bool:
-        """Return whether the run had come to its end before it was asked to save."""
-        journal = self._run_folder / "journal" / "orchestrator.jsonl"
-        last = journal.read_bytes().splitlines()[-1:] if journal.exists() else []
-        return any(b'"kind": "end"' in line and b'"reason": "finished"' in line for line in last)
+        """See `run_folder.is_finished`."""
+        return is_finished(self._run_folder)
 
     def _say(self, text: str) -> None:
         print(f"{self._title}, node {self._node}: {text}", flush=True)

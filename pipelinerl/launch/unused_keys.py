@@ -51,6 +51,8 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
         config.environment.is_used,
         "neither environment.function nor environment.cls names one",
     )
+    calls_tools = config.gateway is not None or config.environment.cls is not None
+    yield ("data.tool_call_parser",), calls_tools, "there is neither a gateway nor an environment.cls: nobody reads tool calls"
     prm = tuple(f"prm.{key}" for key in type(config.prm).model_fields if key not in ("path", "judge", "early_stop"))
     yield prm, config.prm.is_used, "neither prm.path nor prm.judge.url names what would score steps"
     yield ("prm.convention", "prm.tag", "prm.dtype", "prm.options"), config.prm.judge.url is None, "prm.judge scores steps by words"
@@ -69,7 +71,7 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     prometheus = ("tracking.prometheus_interface", "tracking.prometheus_port")
     yield prometheus, "prometheus" in config.tracking.to, "tracking.to does not name prometheus"
     yield (
-        ("engine.kv_cache_bytes", "engine.async_scheduling", "engine.quantization", "engine.options"),
+        ("engine.kv_cache_bytes", "engine.async_scheduling", "engine.quantization", "engine.options", "rollout.structured_outputs"),
         config.engine.kind == "vllm",
         f"engine.kind is {config.engine.kind}",
     )

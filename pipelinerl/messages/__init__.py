@@ -14,12 +14,15 @@ Each conversation has a module of its own, and `base` holds what the conversatio
 from __future__ import annotations
 
 from pipelinerl.messages.base import MAX_DEPTH as MAX_DEPTH
+from pipelinerl.messages.base import MAX_IMAGE_BYTES as MAX_IMAGE_BYTES
+from pipelinerl.messages.base import MAX_IMAGES as MAX_IMAGES
 from pipelinerl.messages.base import UNSAMPLED as UNSAMPLED
 from pipelinerl.messages.base import Alive as Alive
 from pipelinerl.messages.base import Failed as Failed
 from pipelinerl.messages.base import Figures as Figures
 from pipelinerl.messages.base import Float32 as Float32
 from pipelinerl.messages.base import Id as Id
+from pipelinerl.messages.base import Images as Images
 from pipelinerl.messages.base import Int32 as Int32
 from pipelinerl.messages.base import Mask as Mask
 from pipelinerl.messages.base import Message as Message
@@ -32,6 +35,7 @@ from pipelinerl.messages.base import Text as Text
 from pipelinerl.messages.base import Unread as Unread
 from pipelinerl.messages.base import check_depth as check_depth
 from pipelinerl.messages.base import check_lengths as check_lengths
+from pipelinerl.messages.engine import Asleep as Asleep
 from pipelinerl.messages.engine import Attempts as Attempts
 from pipelinerl.messages.engine import Cancel as Cancel
 from pipelinerl.messages.engine import Completion as Completion
@@ -44,6 +48,7 @@ from pipelinerl.messages.engine import Reattach as Reattach
 from pipelinerl.messages.engine import Routes as Routes
 from pipelinerl.messages.engine import Sampling as Sampling
 from pipelinerl.messages.engine import Shards as Shards
+from pipelinerl.messages.engine import Sleep as Sleep
 from pipelinerl.messages.engine import StageWeights as StageWeights
 from pipelinerl.messages.engine import Tensor as Tensor
 from pipelinerl.messages.engine import ToEngine as ToEngine

@@ -27,6 +27,12 @@ Id = Annotated[str, msgspec.Meta(max_length=512)]
 """A name or a digest."""
 Text = Annotated[str, msgspec.Meta(max_length=16 << 20)]
 """A prompt, or a text for a person to read."""
+MAX_IMAGES = 8
+"""Images of one prompt. A larger number makes vLLM plan its memory for more of them."""
+MAX_IMAGE_BYTES = 2 << 20
+"""Bytes of the image files of one prompt together, so that a packed row of 30 prompts still fits one message."""
+Images = Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_IMAGE_BYTES)], ...], msgspec.Meta(max_length=1 << 16)]
+"""Image files (PNG, JPEG and others that Pillow reads), byte for byte as they were."""
 Figures = Annotated[dict[Id, float], msgspec.Meta(max_length=4096)]
 """Numbers by name."""
 
@@ -125,6 +131,8 @@ class Prompt(Message, frozen=True):
     chat: tuple[dict[str, Any], ...] = ()
     """The messages of which the chat template made `text`, for rewards that take chats; empty where no template did. Text of a row that
     becomes a chat (`data.chat`) is one message of the user."""
+    images: Images = ()
+    """Its images, in the order in which they stand in `chat`; `token_ids` has their placeholders."""
 
     def __post_init__(self) -> None:
         check_depth(self)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from pipelinerl.messages.base import Failed, Float32, Id, Int32, Message, Starting, Stop, Text, UInt8, check_lengths
+from pipelinerl.messages.base import Failed, Float32, Id, Images, Int32, Message, Starting, Stop, Text, UInt8, check_lengths
 
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 """A text that ends a completion."""
@@ -48,6 +48,14 @@ class Sampling(Message, frozen=True):
     """True samples through the end-of-sequence tokens: only `stop_token_ids` and `stop` end the completion."""
     has_prompt_logprobs: bool = False
     """True asks for the log-probabilities of the prompt's own tokens, too."""
+    structured_outputs: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=64)] = ()
+    """Constraints of this turn and of those that follow it (`rollout.structured_outputs`): an engine holds to the first."""
+
+    def of_turn(self, number: int) -> Sampling:
+        """Return the parameters of a conversation's turn of this number, from 0; the last constraint is that of all further turns."""
+        if not self.structured_outputs:
+            return self
+        return msgspec.structs.replace(self, structured_outputs=self.structured_outputs[number:] or self.structured_outputs[-1:])
 
 
 class Generate(Message, frozen=True):
@@ -65,6 +73,8 @@ class Generate(Message, frozen=True):
     """Tokens between two `Tokens` messages about the sequence while it is being written; 0 means that only its `Completion` is sent."""
     version: int | None = None
     """The version to sample under, of those that an engine serves side by side; None means the one it committed last."""
+    images: Images = ()
+    """The images whose placeholders `token_ids` has, in their order."""
 
 
 class Tokens(Message, frozen=True):
@@ -280,9 +290,33 @@ class WeightsRefused(Message, frozen=True):
     rollback_epoch: int = 0
 
 
-FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Failed
+class Sleep(Message, frozen=True):
+    """Tell an engine to give back the memory of its weights and its KV cache, between two forward passes, and to keep its sequences.
+
+    Its policy is then gone. The next one that it commits wakes it, be it of the version that it had.
+    """
+
+    phase_id: int
+    """Of the training phase that begins, larger than of those before; an engine that has slept through it is not sent to sleep again."""
+
+
+class Asleep(Message, frozen=True):
+    """An engine sleeps: it reads no policy, and runs no forward pass until it commits one."""
+
+    engine_id: int
+    phase_id: int
+    """Of the `Sleep` that this answers."""
+    sleep_s: float
+    """Seconds it took."""
+    num_bytes: int
+    """Bytes given back to the system, or to the device."""
+    num_running: int
+    """Sequences that go on once it wakes."""
+
+
+FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Asleep | Failed
 """The messages of an engine to the orchestrator."""
-ToEngine = Generate | Cancel | Reattach | StageWeights | Stop
+ToEngine = Generate | Cancel | Reattach | StageWeights | Sleep | Stop
 """The messages of the orchestrator to an engine."""
 
 

@@ -89,8 +89,8 @@ class Trajectory(Message, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the token columns: ids, loss mask, log-probabilities, versions, and the expert routes, which are most of it."""
-        return 13 * self.num_tokens + (0 if self.routes is None else self.routes.experts.nbytes)
+        """Size of the token columns (ids, loss mask, log-probabilities, versions), of the expert routes, and of the prompt's images."""
+        return 13 * self.num_tokens + (0 if self.routes is None else self.routes.experts.nbytes) + sum(map(len, self.prompt.images))
 
     @property
     def num_trained_tokens(self) -> int:

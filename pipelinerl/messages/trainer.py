@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from pipelinerl.messages.base import Alive, Failed, Figures, Float32, Id, Int32, Mask, Message, Nodes, Stop, Text, check_lengths
+from pipelinerl.messages.base import Alive, Failed, Figures, Float32, Id, Images, Int32, Mask, Message, Nodes, Stop, Text, check_lengths
 from pipelinerl.messages.engine import Routes, Shards, Tensor, Transports
 
 
@@ -106,6 +106,10 @@ class MicroBatch(Message, frozen=True):
     """Nodes of all samples in order, a whole one as one node; None where no sample branches."""
     loss: Id = ""
     """The method whose loss the step has; empty for the run's own."""
+    images: Images = ()
+    """The images of all samples, each once."""
+    images_of: Annotated[tuple[tuple[int, ...], ...], msgspec.Meta(max_length=1 << 20)] = ()
+    """[N] which of `images` each sample's prompt has, in order; empty where none has any."""
 
     def __post_init__(self) -> None:
         name = f"MicroBatch {self.step}/{self.index}"
@@ -118,6 +122,11 @@ class MicroBatch(Message, frozen=True):
             raise ValueError(f"{name}: routes of {self.routes.num_rows} tokens, expected {len(self.token_ids)}")
         if self.nodes is not None:
             self._check_nodes(self.nodes, name=name)
+        named = {number for numbers in self.images_of for number in numbers}
+        if len(self.images_of) not in (0, len(self.lengths)) or not named <= set(range(len(self.images))):
+            raise ValueError(
+                f"{name}: images_of {self.images_of}, expected numbers below {len(self.images)} for {len(self.lengths)} samples"
+            )
 
     def _check_nodes(self, nodes: Nodes, *, name: str) -> None:
         sample_ends, node_ends = np.cumsum(self.lengths), np.cumsum(nodes.lengths)

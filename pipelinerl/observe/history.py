@@ -18,6 +18,7 @@ _SAID = {
     "admitted": "admitted",
     "issued": "asked of {peer}, which sampled under version {version}",
     "reattached": "still in {peer}, which survived the orchestrator",
+    "held": "held by the script, which went on",
     "observed": "turn {turn}, by {peer}; the environment: {reason}",
     "lost": "attempt {attempt} lost: {reason}",
     "generated": "{num_tokens} tokens, versions {oldest_version} to {newest_version}, finished by {reason}",

@@ -81,7 +81,7 @@ def _shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 def bill(config: Config, weights: Weights, *, method: Method, kv: KvPlan | None) -> Iterator[Part]:
     """Every kind of process of the run, with what it takes on a machine where all of them are."""
     values = _figures(config, weights, method)
-    engines, ranks = config.engine.count, config.trainer.ranks
+    engines, ranks = config.engine.num_here, config.trainer.ranks
     weights_bytes = round(engines * values["engine_weights_bytes"] * config.engine.num_ranks)
     yield Part(f"weights of {engines} engine{'s' * (engines > 1)}", weights_bytes, on_device=True)
     if kv is not None and kv.cache_bytes is not None:

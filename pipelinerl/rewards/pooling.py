@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from vllm import LLM, PoolingParams
-from vllm.config import PoolerConfig
-from vllm.platforms import current_platform
 
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, sequence_bytes_of
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.imports import of_large_packages
+
+with of_large_packages():
+    from vllm import LLM, PoolingParams
+    from vllm.config import PoolerConfig
+    from vllm.platforms import current_platform
 
 BLOCK_TOKENS = 32
 """Block size of the prefix cache: a new step computes at most this many tokens again. It is the smallest that vLLM's CPU attention takes;

@@ -26,7 +26,7 @@ import numpy as np
 
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.tokenizer import ChatOptions, Codec, TextEncoder
-from pipelinerl.data.tool_calls import OPENING, names_of, parse
+from pipelinerl.data.tool_calls import JsonToolCalls, names_of
 from pipelinerl.environments import Said, Step, ToolCall
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Observation, ScorerTask
@@ -203,6 +203,7 @@ class _Texts:
         self._codec = codec
         self._encoder = TextEncoder(codec.tokenizer, options=options)
         self._template = ChatTemplate(codec.tokenizer, options=options.chat_template_kwargs, ends=codec.ends)
+        self._calls = codec.calls or JsonToolCalls(self._with_markers)
 
     def tools(self, task: ScorerTask) -> Sequence[Any]:
         """Return the tools of a row."""
@@ -231,15 +232,23 @@ class _Texts:
         """Return what the model said; or the message that tells it why its tool call cannot be made."""
         if not tools:
             return Said.of(self._codec.decode(sampled))
-        raw = self._codec.tokenizer.decode([one for one in sampled if one not in self._codec.ends], skip_special_tokens=False)
-        found = parse(raw)
-        if OPENING in found.text:
-            return _refusal(f"malformed tool call: expected {OPENING}" + '{"name": ..., "arguments": {...}}</tool_call>')
+        found = self._calls.said(sampled, tools=tools)
+        if found.malformed:
+            return _refusal(found.malformed)
         names = names_of(tools)
         if unknown := [call.name for call in found.calls if call.name not in names]:
             return _refusal(f"no tool named {unknown[0][:100]}; there are {', '.join(sorted(names))}")
-        calls = tuple(ToolCall(call.name, json.loads(call.arguments)) for call in found.calls)
-        return Said.of(found.text if calls else self._codec.decode(sampled), tool_calls=calls)
+        calls: list[ToolCall] = []
+        for call in found.calls:
+            arguments = _object_of(call.arguments)
+            if arguments is None:
+                return _refusal(f"the arguments of {call.name} are {call.arguments[:100]}, expected a JSON object")
+            calls.append(ToolCall(call.name, arguments))
+        return Said.of(found.text if calls else self._codec.decode(sampled), tool_calls=tuple(calls))
+
+    def _with_markers(self, sampled: list[int]) -> str:
+        """Return the text of a turn with its special tokens, which may be those around a call."""
+        return self._codec.tokenizer.decode([one for one in sampled if one not in self._codec.ends], skip_special_tokens=False)
 
     def _plain(self, messages: list[dict[str, Any]]) -> list[int]:
         text = "".join(message["content"] for message in messages)
@@ -248,6 +257,14 @@ class _Texts:
         except Exception as error:  # a tokenizer may refuse a character in words of its own
             why = f"{type(error).__name__}: {message_of(error)}"
             raise WrongReturn(f"said {reprlib.repr(text)}, which cannot be tokenised: {why}") from error
+
+
+def _object_of(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _refusal(text: str) -> list[dict[str, Any]]:

@@ -8,3 +8,11 @@ def share_of(part: str | None, *, count: int) -> range:
     number, _, num_parts = (part or "0/1").partition("/")
     bounds = [count * index // int(num_parts) for index in (int(number), int(number) + 1)]
     return range(*bounds)
+
+
+def engines_of(part: str | None, elsewhere: str | None, *, num_here: int, num_elsewhere: int) -> range:
+    """The numbers of the engines of a process: its part of those that are started with the run, or of those that follow, elsewhere."""
+    if elsewhere is None:
+        return share_of(part, count=num_here)
+    own = share_of(elsewhere, count=num_elsewhere)
+    return range(num_here + own.start, num_here + own.stop)

@@ -97,10 +97,6 @@ class CreateSamplingSession(Ask, frozen=True):
     model_path: Words | None = None
 
 
-class OfSampler(Ask, frozen=True):
-    sampling_session_id: Name
-
-
 class PromptChunk(Ask, frozen=True):
     type: Name = "encoded_text"
     tokens: Annotated[list[int], msgspec.Meta(max_length=1 << 22)] = []

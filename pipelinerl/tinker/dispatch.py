@@ -30,7 +30,7 @@ from pipelinerl.tinker.training import Said, Training, is_published, read_said
 WINDOW_BYTES = 16 << 20
 """Bytes of requests that the trainer has and did not answer: enough that it never waits, below what a connection takes."""
 MAX_LOSSES = 5
-"""Trainers that may be lost over one request, none of them with an answer to anything; then it is answered as the one that ends them."""
+"""Trainers that may be lost over one request, none of them with an answer to anything new; then it is answered as what ends them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +198,8 @@ class Dispatch:
             answer = {"error": f"{type(error).__name__}: {error}", "category": "server"}
         if life == self._life:
             self._handed.pop(row.number, None)
-            self._losses = (0, 0)
+            if not row.is_answered:  # replaying what was answered before gets nobody further
+                self._losses = (0, 0)
         try:
             if not row.is_answered and not is_over:
                 self._ledger.answered(row.number, answer, now_s=self._clock())

@@ -30,6 +30,11 @@ def publish_endpoint(path: Path, endpoint: Endpoint) -> None:
     os.replace(draft, path)
 
 
+def is_listening(path: Path) -> bool:
+    """Return whether an orchestrator has published this endpoint and not ended since. Raises `ConfigError` for a damaged file."""
+    return path.exists() and not read_endpoint(path, deadline_s=1.0).closing_message
+
+
 def read_endpoint(path: Path, *, deadline_s: float) -> Endpoint:
     """Read an endpoint, once there is one. Raises `PeerSilent` after the deadline, `ConfigError` for a damaged file."""
     text = wait_for_file(path, peer="orchestrator", deadline_s=deadline_s)

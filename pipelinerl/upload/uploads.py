@@ -44,8 +44,8 @@ class Uploads:
         self._keep = keep
         self._there: dict[str, tuple[int, int]] = {}
         """Folders that need no other look, by name: inode and time of change."""
-        self.damaged: list[str] = []
-        """Checkpoints that could not be sent whole, and why."""
+        self.damaged: dict[str, str] = {}
+        """What could not be sent whole, and why, by its folder in the run's: a newer checkpoint that could takes it away."""
 
     def look(self) -> None:
         """Send what became whole since the last look. Raises whatever the store raises."""
@@ -70,7 +70,7 @@ class Uploads:
         try:
             send(folder, name)
         except CheckpointDamaged as error:
-            self.damaged.append(str(error))
+            self.damaged[_kind_of(name)] = str(error)
             log.warning("%s: not sent: %s", name, error)
         except FileNotFoundError:
             if folder.exists():  # it is the store's
@@ -78,6 +78,8 @@ class Uploads:
             log.info("%s: overtaken by a newer one while it was sent", name)
             self._store.remove(self._under(name))
             return
+        else:
+            self.damaged.pop(_kind_of(name), None)
         self._there[name] = state
         log.info("%s: in the store after %.1f s", name, time.perf_counter() - started)
 
@@ -138,6 +140,10 @@ def follow(uploads: Uploads, *, until: threading.Event, sleep: Callable[[float],
         if is_last:
             return not uploads.damaged
         until.wait(LOOK_EVERY_S)
+
+
+def _kind_of(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _state_of(path: Path) -> tuple[int, int]:

@@ -26,10 +26,12 @@ def num_buffers_for(num_engines: int) -> int:
 class WeightBufferPool:
     """`acquire` and `publish` belong to the training loop; `release` and `give_up` may come from any thread."""
 
-    def __init__(self, sender: Sender, *, num_bytes: int, max_buffers: int = num_buffers_for(1)) -> None:
+    def __init__(self, sender: Sender, *, num_bytes: int, max_buffers: int = num_buffers_for(1), in_place: bool = False) -> None:
+        """`in_place`: one buffer holds every policy in turn, because no engine reads while it is written (they are colocated)."""
         self.num_bytes = num_bytes
+        self._in_place = in_place
         self._sender = sender
-        self._max_buffers = max_buffers
+        self._max_buffers = 1 if in_place else max_buffers
         self._buffers: list[WeightBuffer] = []
         self._latest: WeightBuffer | None = None
         self._changed = threading.Condition()
@@ -97,7 +99,7 @@ class WeightBufferPool:
         self._sender.close()
 
     def _is_free(self, buffer: WeightBuffer) -> bool:
-        return not buffer.is_read and not buffer.is_taken and buffer is not self._latest
+        return not buffer.is_taken and (self._in_place or (not buffer.is_read and buffer is not self._latest))
 
     def _holders(self) -> str:
         holds = {buffer.name: "being written" if buffer.version is None else f"policy {buffer.version}" for buffer in self._buffers}

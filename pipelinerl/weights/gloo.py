@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,24 +32,50 @@ def connect(store: dist.Store, prefix: str, rank: int, /, *, address: str, deadl
     kind: Any = dist.ProcessGroupGloo  # torch's own type stubs know neither its options nor send and recv
     options = kind._Options()
     options._timeout = deadline
-    options._devices = [kind.create_device(hostname=address)]
+    options._devices = [_device(address, os.getpid())]
     return _Channel(kind(dist.PrefixStore(prefix, store), rank, 2, options), other=1 - rank, deadline=deadline)
+
+
+@functools.cache
+def _device(address: str, process_id: int) -> Any:
+    """The socket on which this process listens at an address, and the thread that serves all its connections; a fork needs its own."""
+    kind: Any = dist.ProcessGroupGloo
+    return kind.create_device(hostname=address)
 
 
 class _Channel:
     def __init__(self, group: Any, *, other: int, deadline: timedelta) -> None:
         self._group, self._other, self._deadline = group, other, deadline
 
+    def begin_send(self, tensor: torch.Tensor) -> Callable[[], None]:
+        send = self._open().send
+        return self._waiting_for([send([chunk], self._other, 0) for chunk in _chunks(tensor)])
+
+    def begin_receive(self, tensor: torch.Tensor) -> Callable[[], None]:
+        receive = self._open().recv
+        return self._waiting_for([receive([chunk], self._other, 0) for chunk in _chunks(tensor)])
+
     def send(self, tensor: torch.Tensor) -> None:
-        for chunk in _chunks(tensor):
-            self._group.send([chunk], self._other, 0).wait(self._deadline)
+        self.begin_send(tensor)()
 
     def receive(self, tensor: torch.Tensor) -> None:
-        for chunk in _chunks(tensor):
-            self._group.recv([chunk], self._other, 0).wait(self._deadline)
+        self.begin_receive(tensor)()
 
     def abort(self) -> None:
-        self._group.abort()
+        """The connection is closed once nobody waits for anything of it; gloo itself wakes none of them."""
+        self._group = None
+
+    def _open(self) -> Any:
+        if (group := self._group) is None:
+            raise RuntimeError("this end has hung up")
+        return group
+
+    def _waiting_for(self, works: list[Any]) -> Callable[[], None]:
+        def wait() -> None:
+            for work in works:
+                work.wait(self._deadline)
+
+        return wait
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,10 @@ takes a policy only when the manifest fits its own layout tensor by tensor (`che
 
 from __future__ import annotations
 
+import concurrent.futures
 import enum
+import functools
+import os
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -61,11 +64,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """xxh3-128 of the bytes that travel where they are changes; empty where the tensors' own digests prove them."""
 
 
-def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor]) -> Manifest:
-    """Describe a whole policy that lies in `buffer` ([bytes] uint8)."""
+def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor], *, is_alone: bool = False) -> Manifest:
+    """Describe a whole policy that lies in `buffer` ([bytes] uint8); `is_alone` as for `digests`."""
     tensors = tuple(tensors)
     kind = DigestKind.XXH3 if buffer.device.type == "cpu" else DigestKind.SUMS
-    found = digests(buffer, tensors, kind=kind)
+    found = digests(buffer, tensors, kind=kind, is_alone=is_alone)
     proofs = tuple(Proof(tensor=tensor, digest=digest) for tensor, digest in zip(tensors, found, strict=True))
     return Manifest(version=version, proofs=proofs, num_bytes=len(buffer), digest_kind=kind)
 
@@ -120,9 +123,17 @@ def check(manifest: Manifest, *, version: int, layout: tuple[Tensor, ...], name:
     )
 
 
-def verify(manifest: Manifest, buffer: torch.Tensor, *, name: str) -> None:
-    """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest."""
-    compare(manifest, digests(buffer, [proof.tensor for proof in manifest.proofs], kind=manifest.digest_kind), name=name)
+def verify(manifest: Manifest, buffer: torch.Tensor, *, name: str, is_alone: bool = False) -> None:
+    """Raise `WeightsError` naming the tensors whose bytes in `buffer` ([bytes] uint8, whole) are not those of the manifest.
+
+    `is_alone` as for `digests`.
+    """
+    tensors = [proof.tensor for proof in manifest.proofs]
+    compare(manifest, digests(buffer, tensors, kind=manifest.digest_kind, is_alone=is_alone), name=name)
+
+
+verify_alone = functools.partial(verify, is_alone=True)
+"""The same, by all cores."""
 
 
 def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
@@ -138,13 +149,23 @@ def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
         )
 
 
-def digests(buffer: torch.Tensor, tensors: Iterable[Tensor], *, kind: DigestKind = DigestKind.XXH3) -> Iterator[str]:
-    """The digest of each tensor's bytes; for xxh3, what lies in a device's memory is brought to the host, a tensor at a time."""
+def digests(
+    buffer: torch.Tensor, tensors: Iterable[Tensor], *, kind: DigestKind = DigestKind.XXH3, is_alone: bool = False
+) -> Iterator[str]:
+    """The digest of each tensor's bytes; for xxh3, what lies in a device's memory is brought to the host, a tensor at a time.
+
+    `is_alone`: nobody else has work meanwhile, so all cores that this process may use hash what lies in the host's memory.
+    """
     if kind is DigestKind.SUMS:
         yield from position_sums(buffer, [place_of(tensor, within=len(buffer)) for tensor in tensors])
         return
     # The host's memory without torch: a policy of many small tensors is then hashed in little time.
     memory = buffer.numpy().data if buffer.device.type == "cpu" else None
+    if is_alone and memory is not None:
+        places = [place_of(tensor, within=len(buffer)) for tensor in tensors]
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            yield from threads.map(lambda place: digest_of(memory[place]), places)
+        return
     for tensor in tensors:
         place = place_of(tensor, within=len(buffer))
         yield digest_of(buffer[place].cpu().numpy().data if memory is None else memory[place])

@@ -14,7 +14,9 @@ the host, where their digests are taken.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -149,6 +151,28 @@ class _Channel:
         self._line = line
         self._deadline_s = deadline_s
         self._buckets = [communicator.bucket(BUCKET_BYTES) for _ in range(2)]
+        self._arriving: collections.deque[tuple[Any, torch.Tensor, torch.Tensor]] = collections.deque()
+        """At most two: what is asked whether it is done, the bucket, and where its bytes go."""
+        self._num_begun = self._num_arrived = 0
+
+    def begin_send(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """It is sent when it is waited for: what is begun twice would take the buckets from each other."""
+        return functools.partial(self.send, tensor)
+
+    def begin_receive(self, tensor: torch.Tensor) -> Callable[[], None]:
+        for part in _parts(tensor):
+            if len(self._arriving) == len(self._buckets):
+                self._take()
+            bucket = self._buckets[self._num_begun % 2][: len(part)]
+            self._arriving.append((self._communicator.receive(bucket), bucket, part))
+            self._num_begun += 1
+        last = self._num_begun
+
+        def wait() -> None:
+            while self._num_arrived < last:
+                self._take()
+
+        return wait
 
     def send(self, tensor: torch.Tensor) -> None:
         under_way: list[Any] = []
@@ -162,22 +186,17 @@ class _Channel:
             self._wait(work)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        under_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-        for number, part in enumerate(_parts(tensor)):
-            if len(under_way) == len(self._buckets):
-                self._take(*under_way.pop(0))
-            bucket = self._buckets[number % 2][: len(part)]
-            under_way.append((self._communicator.receive(bucket), bucket, part))
-        for waiting in under_way:
-            self._take(*waiting)
+        self.begin_receive(tensor)()
 
     def abort(self) -> None:
         self._line.hang_up()
         self._forget()
 
-    def _take(self, work: Any, bucket: torch.Tensor, part: torch.Tensor) -> None:
+    def _take(self) -> None:
+        work, bucket, part = self._arriving.popleft()
         self._wait(work)
         part.copy_(bucket)
+        self._num_arrived += 1
 
     def _wait(self, work: Any) -> None:
         now = time.monotonic()

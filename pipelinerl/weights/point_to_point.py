@@ -30,11 +30,21 @@ NAME = re.compile(r"(gloo|nccl)://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
 DEADLINE_S = 60.0
 """Longest wait for a peer to call, answer, or take the next chunk. Longer hides a dead peer; shorter gives up on a busy one."""
 TRAINER, ENGINE = 0, 1
-BYE = b"bye"
 
 
 class Channel(Protocol):
-    """Trainer and one engine. Every wait ends at a deadline; what goes wrong is a `RuntimeError`."""
+    """Trainer and one engine. Every wait ends at a deadline; what goes wrong is a `RuntimeError`.
+
+    What was begun is waited for in the same order.
+    """
+
+    def begin_send(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to send a contiguous tensor of the host; what is returned waits until it may be written again."""
+        ...
+
+    def begin_receive(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to fill a contiguous tensor of the host with what the other end sends; what is returned waits for it."""
+        ...
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor of the host; return once it may be written again."""
@@ -75,15 +85,14 @@ class PointToPointSender:
         self._address = address
         self._token = secrets.token_hex(16)
         try:
-            self._server = RendezvousServer(address, self._token)
+            self._server = RendezvousServer(address, self._token, on_call=self._take)
         except OSError as error:
             raise WeightsError(f"cannot offer weights on weights.address = {address!r}: {error.strerror}") from None
         self._client = RendezvousClient(address, self._server.port, self._token)
         self._offered: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._is_closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        """The acceptor, and who answers engines. Each wait of theirs ends at the deadline, so each can be joined."""
-        self._start(self._accept)
+        """Who answers engines. Each wait of theirs ends at the deadline, so each can be joined."""
 
     def make(self, number: int, num_bytes: int) -> WeightBuffer:
         name = f"{self._scheme}://{self._address}:{self._server.port}/{self._token}/{number}"
@@ -96,28 +105,27 @@ class PointToPointSender:
         if not self._is_closed.is_set():
             self._is_closed.set()
             self._offered.clear()
-            self._server.calls.put(BYE)
             for thread in self._threads:
                 thread.join()
             self._client.close()
             self._server.close()
 
-    def _start(self, work: Callable[..., None], *arguments: str) -> None:
+    def _take(self, call: bytes) -> None:
+        """Answer a call. Raises `ValueError` where it is none."""
+        caller, wanted = call.decode().split()
+        if self._is_closed.is_set():
+            return
         # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=work, args=arguments, name=self._scheme))
+        self._threads.append(threading.Thread(target=self._answer, args=(caller, int(wanted)), name=self._scheme))
         self._threads[-1].start()
 
-    def _accept(self) -> None:
-        while (call := self._server.calls.get()) != BYE:
-            self._start(self._answer, *call.decode().split())
-
-    def _answer(self, caller: str, wanted: str) -> None:
+    def _answer(self, caller: str, wanted: int) -> None:
         """Send what was asked for; an engine that is gone or does not listen costs this thread its deadline, and nobody else anything."""
         with contextlib.suppress(RuntimeError):  # the engine says what went wrong
             store = RendezvousStore(self._client, timeout=self._deadline)
             channel = self._connect(store, caller, TRAINER, address=self._address, deadline=self._deadline)
-            encoded, payload = self._offered.get(int(wanted), (b"", torch.zeros(0, dtype=torch.uint8)))
+            encoded, payload = self._offered.get(wanted, (b"", torch.zeros(0, dtype=torch.uint8)))
             try:
                 for part in (_sizes(len(encoded), len(payload)), torch.frombuffer(bytearray(encoded or b" "), dtype=torch.uint8), payload):
                     channel.send(part)  # the payload whole, so that the channel can have several parts of it under way

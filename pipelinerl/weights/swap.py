@@ -22,6 +22,7 @@ import torch
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
+from pipelinerl.weights.host_memory import give_back
 from pipelinerl.weights.timeline import Timeline, timeline_of
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,14 @@ class PointerSwap:
     def save(self, buffer: torch.Tensor) -> None:
         buffer[: self._num_bytes].copy_(self._policy)
 
+    def discard(self) -> int:
+        """Give back what this process holds of policies; the model has none until one is committed. Returns the bytes.
+
+        A weight buffer that the model points into is somebody else's, and only not read any more.
+        """
+        self._left = None
+        return sum(give_back(buffer) for buffer in self._private)
+
 
 class CopySwap:
     """Copies the staged buffer into the parameters where they are: in one piece, where they could be gathered."""
@@ -222,6 +231,11 @@ class CopySwap:
     def save(self, buffer: torch.Tensor) -> None:
         for start, source in self._pieces:
             buffer[start : start + len(source)].copy_(source)
+
+    def discard(self) -> int:
+        """As `PointerSwap.discard`; what lies on a device is the device's own matter."""
+        self._spare = None
+        return sum(give_back(piece) for _, piece in self._pieces if piece.device.type == "cpu")
 
     def _bring(self, buffer: torch.Tensor) -> torch.Tensor:
         """The staged bytes on the parameters' device, or where that reads them fastest: brought there now, beside the forward passes, and

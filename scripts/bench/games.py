@@ -3,8 +3,8 @@
 TextArena's GuessTheNumber-v0 (1 to 20, six turns) and a game behind a real OpenEnv server (a digit, eight turns, 0.1 lost for each wrong
 guess). A fresh model of 1.1 M parameters is shown games that are played blindly, or by the hints without halving (`played`); then GRPO
 trains it, three seeds each. Held-out games are sampled as in training, before and after it; the least mean return after it was set before
-the first run (`LEAST`). Each run is a file: call again where it was interrupted (`--budget-s`). `runs/environments` has the packages:
-`python -m venv runs/environments && runs/environments/bin/pip install textarena openenv`.
+the first run (`LEAST`). Each run is a file; one that was interrupted goes on from its last checkpoint: call again.
+`runs/environments` has the packages: `python -m venv runs/environments && runs/environments/bin/pip install textarena openenv`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ dtype = "float32"
 max_tokens = 400
 [rollout]
 group_size = 8
-max_tokens = 200
+max_tokens = 320
 stop = ["]"]
 [engine]
 max_running = 64
@@ -64,6 +64,8 @@ max_staleness = 2
 [trainer]
 learning_rate = 5e-4
 warmup_steps = 3
+[checkpoint]
+every = 5
 [evaluation]
 temperature = 1.0
 [sft]
@@ -123,8 +125,8 @@ def _run(name: str, seed: int, options: dict[str, Any], folder: Path, *, num_ste
     _write_seeds(held_out, start=900_000, number=NUM_HELD_OUT)
     words = [f"model.path={taught}", f"run.folder={folder}", f"run.name=seed-{seed}", f"run.seed={seed}"]
     words += [f"data.source={prompts}", f"evaluation.source={held_out}", f"evaluation.limit={NUM_HELD_OUT}", f"trainer.steps={num_steps}"]
-    began = time.monotonic()
-    program("pipelinerl", "run", str(settings), *words)
+    begun = [path.parent.parent for path in folder.glob(f"seed-{seed}-2*/checkpoints/*")]
+    program("pipelinerl", "run", str(settings), *words, *(["--resume", str(begun[0])] if begun else []))
     run_folder = max(folder.glob(f"seed-{seed}-2*"), key=lambda path: path.stat().st_mtime)
     lines = lines_of(run_folder)
     return {
@@ -134,8 +136,7 @@ def _run(name: str, seed: int, options: dict[str, Any], folder: Path, *, num_ste
         "held-out after": lines["evaluation"][-1]["reward_mean"],
         "reward, first 5 steps": mean(lines["step"][:5], "reward_mean"),
         "reward, last 5 steps": mean(lines["step"][-5:], "reward_mean"),
-        "steps": len(lines["step"]),
-        "s": time.monotonic() - began,
+        "steps": lines["step"][-1]["step"],
     }
 
 

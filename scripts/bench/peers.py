@@ -65,12 +65,12 @@ def measure(arguments: Any) -> harness.Measured | None:
     wanted: list[Key] = [(task, system, seed) for task in of_tasks for seed in seeds for system in chosen]
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     pieces = Pieces(folder / "figures", wanted, budget_s=arguments.budget_s)
-    tasks = {LONG_TAIL: functools.cache(functools.partial(_long_tail, folder, quick=quick)), DEMO: functools.cache(lambda: _demo(folder))}
+    tasks = functools.cache(functools.partial(task_of, folder=folder, quick=quick))
     while (missing := pieces.missing) and pieces.may_start:
         task, system, seed = key = missing[0]
         print(f"peers: {task}, {system}, seed {seed}; {len(missing)} runs left", flush=True)
         start = functools.partial(
-            systems.run, system, tasks[task](), seed=seed, folder=folder / "runs" / "-".join(map(str, key)), trl_python=python
+            systems.run, system, tasks(task), seed=seed, folder=folder / "runs" / "-".join(map(str, key)), trl_python=python
         )
         turns = harness.in_turns(1, {"run": start})
         pieces.keep(key, _figures(turns["run"][0]) | {"speeds": turns.speeds.values})
@@ -106,6 +106,11 @@ def _trl(*, quick: bool) -> tuple[Path | None, str]:
         return None, "TRL was left out: its environment is not there yet; a full run makes it"
     python, why = trl_python(environment)
     return python, f"TRL was left out: {why}" if why else ""
+
+
+def task_of(name: str, *, folder: Path = FOLDER / "full", quick: bool = False) -> Task:
+    """Return a task of this bench, with its model warm-started where it was not yet."""
+    return _long_tail(folder, quick=quick) if name == LONG_TAIL else _demo(folder)
 
 
 def _long_tail(folder: Path, *, quick: bool) -> Task:

@@ -2,9 +2,9 @@
 
 For pairs of layouts: seconds of a whole transfer (a published policy until every engine rank has its shard, every digest checked) over the
 seconds of raw gloo for the same bytes between the same processes, each pair's in one message and all at once; bytes out of the busiest
-process over what it cannot go below, the larger of a trainer rank's and an engine rank's part of the policy; and how far each process's
-peak memory grew over its own shard and two buckets. Bytes are those that
-the kernel counted (`wchar`), memory is its peak of resident pages.
+process over the larger of a trainer rank's part of the policy and an engine's, cut by its tensor-parallel ranks and stages (expert ranks
+hold the rest each, and each is sent it); and how far each process's peak memory grew over its own shard and two buckets. Bytes are those
+that the kernel counted (`wchar`), memory is its peak of resident pages.
 
 `publish s` is what the trainer's ranks take to fill and seal their weight buffers, beside which no engine waits.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import num_bytes
-from pipelinerl.weights.manifest import compare, encode
+from pipelinerl.weights.manifest import Manifest, compare, encode
 from pipelinerl.weights.sharded.connections import Place
 from pipelinerl.weights.sharded.digests import add_ranks, manifest_of, texts
 from pipelinerl.weights.sharded.plan import SourcePlan, plan
@@ -34,6 +34,8 @@ from scripts.bench.road_layouts import Grid, layout_of, shards_of
 from scripts.bench.road_ranks import Rank, ask_all, engine_rank, parts_of, trainer_rank
 
 PAIRS = (
+    (Grid(), Grid(), 1),
+    (Grid(fsdp=2), Grid(tensor=2), 1),
     (Grid(fsdp=8), Grid(tensor=4), 2),
     (Grid(tensor=4, pipeline=2), Grid(tensor=8), 1),
     (Grid(fsdp=8), Grid(tensor=8), 1),
@@ -57,6 +59,8 @@ class Fleet:
     engines: list[list[Rank]]
     shard_bytes: list[int]
     """Of each process, the trainer's first."""
+    num_parts: int
+    """Into which an engine cuts what is no expert: its tensor-parallel ranks, and stages."""
     place: Place
     store: dist.TCPStore
     version: int = 0
@@ -66,25 +70,40 @@ class Fleet:
 
     @property
     def everybody(self) -> list[Rank]:
-        return [*self.trainer, *(rank for engine in self.engines for rank in engine)]
+        return [*self.trainer, *self._engine_ranks]
 
     def transfer(self) -> float:
-        """Publish a policy, and have every engine take it; seconds of the taking."""
-        self.version += 1
+        """Publish a policy, and have every engine take it into memory that it has; seconds of the taking."""
+        name, manifest = self._publish()
+        ask_all(self._engine_ranks, "reserve")
+        started = time.perf_counter()
+        self._take(name, manifest)
+        return time.perf_counter() - started
+
+    def weigh(self) -> None:
+        """The same, from processes that hold nothing; note what it took."""
         ask_all(self.everybody, "mark")
+        self._take(*self._publish())
+        self.spent.append([tuple(one) for one in ask_all(self.everybody, "spent")])
+
+    def _publish(self) -> tuple[str, Manifest]:
+        self.version += 1
         found = ask_all(self.trainer, "publish", self.version)
         self.publish_s.append(max(seconds for _, seconds in found))
         manifest = manifest_of(self.version, add_ranks(sums for sums, _ in found), self.layout)
         ask_all(self.trainer[:1], "offer", encode(manifest).decode())
-        started = time.perf_counter()
-        answers = ask_all([rank for engine in self.engines for rank in engine], "fetch", name_of(self.place, 0, carrier="gloo"))
+        return name_of(self.place, 0, carrier="gloo"), manifest
+
+    def _take(self, name: str, manifest: Manifest) -> None:
+        answers = ask_all(self._engine_ranks, "fetch", name)
         for number, engine in enumerate(self.engines):
             own = answers[number * len(engine) : (number + 1) * len(engine)]
             assert {version for version, _ in own} == {self.version}
             compare(manifest, texts(add_ranks(sums for _, sums in own), self.layout), name="of the bench")
-        seconds = time.perf_counter() - started
-        self.spent.append([tuple(one) for one in ask_all(self.everybody, "spent")])
-        return seconds
+
+    @property
+    def _engine_ranks(self) -> list[Rank]:
+        return [rank for engine in self.engines for rank in engine]
 
     def raw(self) -> float:
         """The same bytes between the same processes, by gloo alone."""
@@ -146,6 +165,7 @@ def start(
         trainer=ranks,
         engines=engines,
         shard_bytes=shards,
+        num_parts=engine.num_ranks // engine.expert,
         place=Place(who=who, address=host, port=port, token=token),
         store=store,
     )
@@ -155,7 +175,7 @@ def measure(arguments: Any) -> harness.Measured:
     found = harness.Measured()
     megabytes = arguments.megabytes or (96 if arguments.quick else 512)
     worst: dict[str, float] = {}
-    for trainer, engine, num_engines in PAIRS[:2] if arguments.quick else PAIRS:
+    for trainer, engine, num_engines in PAIRS[:4] if arguments.quick else PAIRS:
         fleet = start(trainer, engine, num_engines, policy_bytes=megabytes << 20)
         try:
             _measure_pair(found, fleet, f"{trainer} -> {num_engines} x {engine}", repetitions=3 if arguments.quick else 5, worst=worst)
@@ -168,12 +188,13 @@ def _measure_pair(found: harness.Measured, fleet: Fleet, what: str, *, repetitio
     policy = sum(tensor.num_bytes for tensor in fleet.layout)
     fleet.transfer()  # connections are made once
     fleet.raw()
-    fleet.spent.clear()
+    for _ in range(2):
+        fleet.weigh()
     fleet.publish_s.clear()
     turns = harness.in_turns(repetitions, {"ours": fleet.transfer, "raw": fleet.raw})
     ratio = harness.median_ratio(turns["ours"], turns["raw"])
-    least = max(policy / len(fleet.trainer), policy / len(fleet.engines[0]))
-    out = max(max(one[0] for one in spent) for spent in fleet.spent) / least
+    busiest = max(max(one[0] for one in spent) for spent in fleet.spent)
+    out = busiest / max(policy / len(fleet.trainer), policy / fleet.num_parts)
     memory = [
         max(spent[number][1] for spent in fleet.spent) / (shard + 2 * BUCKET_BYTES + SLACK_BYTES)
         for number, shard in enumerate(fleet.shard_bytes)
@@ -186,6 +207,7 @@ def _measure_pair(found: harness.Measured, fleet: Fleet, what: str, *, repetitio
             "transfer s": statistics.median(turns["ours"]),
             "raw gloo s": statistics.median(turns["raw"]),
             "over raw": ratio,
+            "busiest out MB": busiest / 1e6,
             "busiest out / least": out,
             "largest shard MB": max(fleet.shard_bytes) / 1e6,
             "peak / (shard + 2 buckets)": max(memory),

@@ -137,13 +137,18 @@ def engine_rank(engine: int, rank: int, parts: dict[str, list[Part]], *, bucket_
         raw: Any = None
         while (words := hear()) != "end":
             match words:
+                case ["reserve"]:
+                    shard = torch.ones(size, dtype=torch.uint8) if shard is None else shard
+                    say(None)
                 case ["fetch", name]:
                     shard = torch.empty(size, dtype=torch.uint8) if shard is None else shard
                     version, sums = target.fetch(name, shard)
                     say([version, sums])
                 case ["mark"]:
                     shard = None
-                    target.let_go()
+                    target._room = None
+                    if target._relay is not None:
+                        target._relay.withdraw()
                     probe.mark()
                     say(None)
                 case ["spent"]:

@@ -274,6 +274,33 @@ def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     assert parse(tree(engine={"options": {"tensor_parallel_size": 2}}), origin="my.toml").engine.num_ranks == 2
 
 
+def test_what_does_not_go_with_a_model_that_takes_images_is_told_before_anything_runs(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "idefics3"}')
+    model, copies = {"path": str(tmp_path)}, {"ranks": 2}
+    assert parse(tree(model=model, trainer=copies), origin="my.toml").trainer.ranks == 2, "copies of the whole model train it"
+    asked = {
+        "trainer.parallel.shard": {"trainer": {"ranks": 2, "parallel": {"shard": 2}}},
+        "trainer.parallel.context": {"trainer": {"ranks": 2, "parallel": {"context": 2}}},
+        "trainer.parallel.tensor": {"trainer": {"ranks": 2, "parallel": {"tensor": 2}}},
+        "trainer.parallel.pipeline": {"trainer": {"ranks": 2, "parallel": {"pipeline": 2}}},
+        'trainer.backend = "torchtitan"': {"trainer": {"backend": "torchtitan"}},
+        'trainer.offload = "weights"': {"trainer": {"offload": "weights"}},
+        "trainer.activation_checkpointing": {"trainer": {"activation_checkpointing": True}},
+        "engine.options.tensor_parallel_size or pipeline_parallel_size": {"engine": {"options": {"tensor_parallel_size": 2}}},
+        'engine.quantization = "int8"': {"engine": {"quantization": "int8"}},
+        "lora.rank": {"lora": {"rank": 4}},
+        "environment.function": {"environment": {"function": "game.py:reply"}},
+        "prm": {"prm": {"path": "m"}},
+        "gateway": {"gateway": {}},
+        "pipelinerl serve": {"tinker": {}},
+        'pipeline.placement = "colocated"': {"pipeline": {"placement": "colocated"}},
+    }
+    for key, sections in asked.items():
+        found = [line for line in problems_of(tree(model=model, **sections)) if "takes images" in line]
+        assert found == [f"model.path {tmp_path} takes images, and {key} is not written for such models. Leave it out."]
+    assert parse(tree(lora={"rank": 4}), origin="my.toml").lora.rank == 4, "other models go with it"
+
+
 def test_what_cannot_travel_from_shard_to_shard_is_told_by_name():
     weights, cut = {"transport": "sharded", "delta": True}, {"ranks": 2, "parallel": {"shard": 2}}
     found = problems_of(tree(weights=weights, lora={"rank": 4}, engine={"quantization": "int8"}))
@@ -331,6 +358,16 @@ def test_a_later_override_wins_and_a_wrong_one_is_refused_like_a_key_of_the_file
 def test_what_is_no_override_says_how_one_looks(file: Path, override: str):
     with pytest.raises(ConfigError, match=r"is not `section.key=value`, for example `trainer.steps=10`"):
         load(file, overrides=[override])
+
+
+def test_an_override_names_an_entry_of_a_list_by_its_number(file: Path):
+    two = 'reward=[{function="a:b"}, {function="c:d"}]'
+    config = load(file, overrides=[two, "reward.1.weight=2", "trainer.betas=[0.9, 0.95]", "trainer.betas.1=0.99"])
+    assert [one.weight for one in config.reward] == [1.0, 2.0]
+    assert config.trainer.betas == (0.9, 0.99)
+    for wrong in ("reward.2.weight=3", "reward.-1.weight=3", "reward.first.weight=3"):
+        with pytest.raises(ConfigError, match=r"reward is a list of 2, whose entries are named from reward\.0 on"):
+            load(file, overrides=[two, wrong])
 
 
 def test_an_override_into_a_value_is_refused(file: Path):
@@ -395,6 +432,24 @@ def test_stop_strings_and_the_experts_of_every_token_do_not_go_together():
     assert problem.startswith("rollout.stop ends completions in the middle of vLLM's own account of them")
 
 
+def test_constraints_on_turns_are_checked_and_so_is_what_they_need():
+    regex, bounds = {"regex": "a+"}, {"max_logprob_gap": 100.0, "max_mismatch_kl": 100.0}
+    parse(tree(rollout={"structured_outputs": [regex, {}, {"choice": ["a"]}]}, trainer=bounds), origin="my.toml")
+    (problem,) = problems_of(tree(rollout={"structured_outputs": [regex]}, trainer={"max_logprob_gap": 100.0}))
+    assert problem.endswith("Set trainer.max_mismatch_kl to what you accept (in nats; 100 accepts all).")
+    (problem,) = problems_of(tree(rollout={"structured_outputs": [regex]}, trainer=bounds, engine={"async_scheduling": True}))
+    assert problem.startswith("engine.async_scheduling lets passes overlap")
+    for wrong, words in (
+        ({"regexp": "a"}, "expected one of regex, choice, grammar, json, structural_tag"),
+        (regex | {"choice": ["a"]}, "has the keys regex, choice"),
+        ({"choice": "a"}, 'choice is "a", expected a list of texts'),
+        ({"json": 3}, "json is 3, expected a JSON schema"),
+        ({"regex": ""}, 'regex is "", expected a text'),
+    ):
+        (problem,) = problems_of(tree(rollout={"structured_outputs": [wrong]}, trainer=bounds))
+        assert words in problem, problem
+
+
 def test_every_key_is_printed_with_its_type_and_default():
     keys = {key: (kind, default) for key, kind, default, _ in described_keys()}
     assert keys.keys() == known_keys().keys()
@@ -453,6 +508,7 @@ KEYS = [
     "data.system_prompt",
     "data.tools",
     "data.chat_template_kwargs",
+    "data.tool_call_parser",
     "data.shuffle",
     "data.limit",
     "data.difficulty",
@@ -463,14 +519,17 @@ KEYS = [
     "rollout.temperature",
     "rollout.stop_token_ids",
     "rollout.stop",
+    "rollout.structured_outputs",
     "engine.kind",
     "engine.count",
+    "engine.elsewhere",
     "engine.max_running",
     "engine.kv_cache_bytes",
     "engine.async_scheduling",
     "engine.cores",
     "engine.gpus",
     "engine.shares_gpus",
+    "engine.sleep_kv",
     "engine.quantization",
     "engine.options",
     "engine.ready_deadline_s",
@@ -546,6 +605,7 @@ KEYS = [
     "batch.max_tokens",
     "batch.min_group_size",
     "pipeline.mode",
+    "pipeline.placement",
     "pipeline.max_staleness",
     "pipeline.max_running",
     "pipeline.adaptive_concurrency",
@@ -614,6 +674,7 @@ KEYS = [
     "slurm.engine_nodes",
     "slurm.scorer_nodes",
     "slurm.gpus_per_node",
+    "slurm.engine_gpus_per_node",
     "slurm.cpus_per_node",
     "slurm.time",
     "slurm.at_limit",
@@ -621,12 +682,14 @@ KEYS = [
     "slurm.partition",
     "slurm.account",
     "slurm.options",
+    "slurm.engine_options",
     "slurm.setup",
     "kubernetes.save_s",
     "kubernetes.trainer_nodes",
     "kubernetes.engine_nodes",
     "kubernetes.scorer_nodes",
     "kubernetes.gpus_per_node",
+    "kubernetes.engine_gpus_per_node",
     "kubernetes.cpus_per_node",
     "kubernetes.image",
     "kubernetes.claim",
@@ -635,6 +698,20 @@ KEYS = [
     "kubernetes.gpu_resource",
     "kubernetes.restarts",
     "kubernetes.pod",
+    "kubernetes.engine_pod",
+    "ray.save_s",
+    "ray.trainer_nodes",
+    "ray.engine_nodes",
+    "ray.scorer_nodes",
+    "ray.gpus_per_node",
+    "ray.engine_gpus_per_node",
+    "ray.cpus_per_node",
+    "ray.address",
+    "ray.strategy",
+    "ray.wait_s",
+    "ray.trainer_labels",
+    "ray.engine_labels",
+    "ray.scorer_labels",
     "sft.source",
     "sft.completion_column",
     "sft.steps",

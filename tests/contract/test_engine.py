@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.engine.base import Engine, Sampled
+from pipelinerl.engine.base import Engine, Sampled, Sleeper
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.errors import EngineError, VersionNotHeld, WeightsError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights
@@ -34,6 +34,8 @@ class Bench(Protocol):
     """An engine, and policies for it."""
 
     engine: Engine
+    sleeps: bool
+    """It shares its device with a trainer."""
 
     def publish(self) -> StageWeights:
         """Publish a policy under which other tokens are sampled; the order to stage it."""
@@ -49,6 +51,8 @@ class Bench(Protocol):
 
 
 class FakeBench:
+    sleeps = True
+
     def __init__(self) -> None:
         self.engine: Engine = FakeEngine(max_model_tokens=CONTEXT, max_running=4, mean_tokens=10**9)
 
@@ -63,6 +67,8 @@ class FakeBench:
 
 
 class VllmBench:
+    sleeps = False
+
     def __init__(self, engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> None:
         from tests import real_engine
 
@@ -150,9 +156,15 @@ def whole_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     quantization = "int8" if request.param == "int8" else "none"
     is_asynchronous = request.param == "asynchronous"
     with real_engine.vllm_engine(
-        folder, max_running=4, max_tokens=CONTEXT, quantization=quantization, async_scheduling=is_asynchronous or None
+        folder,
+        max_running=4,
+        max_tokens=CONTEXT,
+        quantization=quantization,
+        async_scheduling=is_asynchronous or None,
+        is_colocated=request.param == "vllm",
     ) as engine:
         made = VllmBench(engine, tensors)
+        made.sleeps = request.param == "vllm"
         with contextlib.closing(made.publisher):
             yield made
 
@@ -301,6 +313,44 @@ def test_a_cancelled_request_says_no_more_and_the_others_go_on(bench: Bench):
     assert length == len(replies["a"].token_ids) == 3
     assert replies["a"].finishes == []
     assert replies["b"].token_ids == tokens
+
+
+def test_an_engine_that_slept_goes_on_with_its_sequences_under_the_policy_that_wakes_it(bench: Bench):
+    if not bench.sleeps:
+        pytest.skip("only a colocated engine sleeps, and this one would hold its weights twice")
+    tokens, engine = reference(bench), bench.engine
+    assert isinstance(engine, Sleeper)
+    engine.submit(request("a"), version=0)
+    replies = advance(engine, "a", num_tokens=3)
+    given = engine.sleep()
+    engine.submit(request("b"), version=0)
+    engine.stage(bench.publish())
+    assert list(engine.commit()) == ["a"], "its KV cache was dropped; of b there was none"
+    while not all(name in replies and replies[name].finishes for name in "ab"):
+        note(engine.step(), replies)
+    assert replies["a"].token_ids[:3] == tokens[:3]
+    assert replies["a"].token_ids[3:] != tokens[3:]
+    assert replies["b"].token_ids != tokens
+    if isinstance(bench, VllmBench):
+        assert given > 1 << 20, "weights and KV cache"
+        assert replies["a"].token_ids[3:] == [FORCED] * 5
+        assert replies["b"].token_ids == [FORCED] * 8
+
+
+def test_a_sequence_goes_on_after_sleep_as_if_nothing_had_been_where_the_policy_is_the_same(bench: Bench):
+    if not bench.sleeps or not isinstance(bench, VllmBench):
+        pytest.skip("of a real engine that sleeps: the fake one samples something else after each commit")
+    tokens, engine = reference(bench), bench.engine
+    assert isinstance(engine, Sleeper)
+    for name in "ab":
+        engine.submit(request(name), version=0)
+    replies = advance(engine, "a", num_tokens=3)
+    engine.sleep()
+    engine.stage(bench.publish_weights(bench._tensors))
+    assert sorted(engine.commit()) == ["a", "b"]
+    while not all(replies[name].finishes for name in "ab"):
+        note(engine.step(), replies)
+    assert replies["a"].token_ids == replies["b"].token_ids == tokens
 
 
 def test_a_cancelled_name_can_be_asked_for_again(bench: Bench):

@@ -22,7 +22,6 @@ from pipelinerl.weights.receiver import WeightReceiver
 from pipelinerl.weights.reshard import Box, whole
 from pipelinerl.weights.sharded.digests import manifest_of
 from pipelinerl.weights.sharded.receiver import ShardReceiver
-from pipelinerl.weights.sharded.source import NOTHING
 from pipelinerl.weights.sharded.target import name_of
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from pipelinerl.weights.shared_names import FOLDER, run_token
@@ -183,7 +182,7 @@ def by_shards(folder: Path, layout: tuple[Tensor, ...]) -> Transport:
     ranks = TrainerRanks(layout, sources=halves, targets=whole_one)
 
     def damage(buffer: str) -> None:
-        ranks.ranks[1]._held[int(buffer.rpartition("/")[2])].version = NOTHING
+        ranks.ranks[1]._held[int(buffer.rpartition("/")[2])].headers = ()
 
     def receive() -> Receiver:
         return ShardReceiver(connector, layout=LAYOUT)

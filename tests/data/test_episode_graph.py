@@ -97,22 +97,6 @@ def test_every_sampled_token_is_in_the_loss_of_exactly_one_row(shape: list[tuple
     assert len({row.path for row in made.rows()}) == len(made.rows())
 
 
-def test_a_context_continues_the_longest_node_that_it_repeats() -> None:
-    made = branching()
-    assert made.longest_prefix(ids(1, 2, 3, 5, 8, 99)) == (5, 5)
-    assert made.longest_prefix(ids(1, 2, 3, 5, 8)) == (5, 5), "nothing is left: the engine is asked at once"
-    assert made.longest_prefix(ids(1, 2, 3, 5)) == (4, 4)
-    assert made.longest_prefix(ids(1, 2, 3, 4, 6, 99)) == (2, 4), "a part of a sampled node: a branch before it"
-    assert made.longest_prefix(ids(1, 9, 10)) == (7, 3)
-    assert made.longest_prefix(ids(2)) == (-1, 0)
-    assert EpisodeGraph().longest_prefix(ids(1)) == (-1, 0)
-
-
-def test_of_equal_nodes_the_first_is_continued() -> None:
-    made = graph(Node.given(ids(1)), sampled(2, parent=0), sampled(2, parent=0))
-    assert made.longest_prefix(ids(1, 2, 3)) == (1, 2)
-
-
 def test_versions_may_not_fall_along_a_path_but_may_between_branches() -> None:
     made = branching()
     assert [made.newest_version(index) for index in (0, 2, 3, 5, 6)] == [UNSAMPLED, 1, 2, 1, UNSAMPLED]

@@ -174,6 +174,91 @@ def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
     assert len({tuple(tokens) for tokens in never_swapped.values()}) > 4, "the prompts must not all lead to the same tokens"
 
 
+NUM_EPISODES = 4
+NUM_SAID = 120
+"""Tokens of each turn of an agent."""
+
+
+def play(base_url: str, token: str) -> None:
+    """An agent's episode: two answers to one question, a conversation that goes on from the first, a sub-agent whose two questions go on
+    beside it, and what is left after a compaction."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import openai
+
+    with openai.OpenAI(base_url=base_url, api_key=token, max_retries=0) as model, ThreadPoolExecutor(1) as beside:
+
+        def say(*messages: Any, num: int = 1) -> list[Any]:
+            answer = model.chat.completions.create(model="m", messages=messages, n=num, max_tokens=NUM_SAID)
+            return [choice.message.model_dump(include={"role", "content"}) for choice in answer.choices]
+
+        def user(text: str) -> Any:
+            return {"role": "user", "content": text}
+
+        def sub_agent() -> None:
+            found = say(user("look it up"))
+            say(user("look it up"), *found, user("and then?"))
+
+        first, other = say(user("hello"), num=2)
+        aside = beside.submit(sub_agent)
+        then = say(user("hello"), first, user("go on"))
+        say(user("hello"), first, user("go on"), *then, user("more"))
+        say(user("hello"), other, user("go on"))
+        say(user("in short: hello"))
+        aside.result()
+
+
+def test_every_node_of_an_episode_that_branches_carries_the_versions_that_sampled_it(tmp_path: Path) -> None:
+    """Agents with OpenAI's SDK at a real gateway, engine and leasing stage, while policies are swapped in under their turns."""
+    from safetensors.torch import save_file
+
+    from tests import real_engine, tiny_models
+    from tests.gateway.serving import serving
+
+    tensors = tiny_models.make_qwen2(tmp_path, tied=False, vocabulary=320, seed=0)
+    save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with real_engine.vllm_engine(tmp_path) as engine, concurrent.futures.ThreadPoolExecutor(NUM_EPISODES + 1) as threads:
+        folder = tmp_path / "bytes"
+        folder.mkdir()
+        publisher = real_engine.Publisher(engine)
+        stager = threads.submit
+        with contextlib.closing(publisher), serving(folder, engine=engine, stager=lambda order: stager(engine.stage, order)) as desk:
+            with desk.client() as client:
+                lent = [desk.lend(client, name=f"0/{number}") for number in range(NUM_EPISODES)]
+            playing = [threads.submit(play, one["base_url"], one["token"]) for one in lent]
+            version, buffer = 0, ""
+            while not all(each.done() for each in playing):
+                version += 1
+                passes = desk.engine_loop._num_steps + STEPS_BETWEEN
+                desk.until(lambda passes=passes: desk.engine_loop._num_steps >= passes or all(each.done() for each in playing))
+                before, (buffer, digest) = buffer, publisher.publish(tiny_models.forcing(tensors, forced_token(version)), version=version)
+                desk.publish(buffer=buffer, digest=digest)
+                if before:
+                    publisher.release(before)
+            for each in playing:
+                each.result()
+            with desk.client() as client:
+                for one in lent:
+                    headers = {"authorization": f"Bearer {one['token']}"}
+                    client.post(f"/episodes/{one['episode_id']}/finish", json={"reward": 1.0}, headers=headers).raise_for_status()
+            desk.until(lambda: len(desk.trajectories) == NUM_EPISODES)
+    num_swapped = num_wrong_by_one = 0
+    for trajectory in desk.trajectories:
+        assert trajectory.nodes is not None
+        ends = np.cumsum(trajectory.nodes.lengths).tolist()
+        spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        sampled = [span for span in spans if trajectory.loss_mask[span].all()]
+        assert [span.stop - span.start for span in sampled] == [NUM_SAID] * 8
+        for span in sampled:
+            token_ids, versions = trajectory.token_ids[span], trajectory.versions[span]
+            assert np.array_equal(token_ids, forced_token(versions)), "the weights that sampled it have another version than it says"
+            num_swapped += len(set(versions.tolist())) > 1
+            num_wrong_by_one += np.count_nonzero(token_ids[1:] != forced_token(versions[:-1]))
+    print(f"{version} policies under {8 * NUM_EPISODES} nodes of {NUM_EPISODES} episodes, {num_swapped} of them sampled under several")
+    assert num_swapped >= 4 * NUM_EPISODES, "weights were swapped in the middle of turns"
+    assert num_wrong_by_one >= num_swapped, "the canary must notice a stamp that is off by one"
+
+
 class Device:
     """Stands for the devices along a pipeline: passes compute in the order in which they are launched, and are asked for later.
 

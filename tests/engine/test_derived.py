@@ -114,7 +114,8 @@ def test_an_engine_makes_them_anew_once_a_policy_is_in_force() -> None:
 
     done: list[str] = []
     engine = VllmEngine.__new__(VllmEngine)
-    parts = {"_weights": SimpleNamespace(commit=lambda: done.append("commit")), "_is_pipelined": True, "_ordered": 3}
+    parts = {"_weights": SimpleNamespace(commit=lambda: done.append("commit")), "_is_pipelined": True, "_ordered": 3, "_sleep_mode": None}
+    parts["_prompts"] = SimpleNamespace(forget_features=lambda: None)
     vars(engine).update(parts, _derived=SimpleNamespace(make_anew=lambda: done.append("made anew")))
     engine.commit()
     assert done == ["commit", "made anew"]

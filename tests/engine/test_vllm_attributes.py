@@ -199,11 +199,23 @@ def test_every_name_that_is_imported_of_vllm_is_there():
 
 
 def test_the_sampling_parameters_that_are_set_are_vllms():
-    ours = ast.parse((OURS / "engine.py").read_text())
+    ours = ast.parse((OURS / "words.py").read_text())
     (call,) = [node for node in ast.walk(ours) if isinstance(node, ast.Call) and ast.unparse(node.func) == "SamplingParams"]
     tree = ast.parse((VLLM / "sampling_params.py").read_text())
     (theirs,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
     assert {word.arg for word in call.keywords} <= {ast.unparse(node.target) for node in theirs.body if isinstance(node, ast.AnnAssign)}
+
+
+def test_the_sleep_that_is_asked_for_on_a_device_is_vllms_own():
+    """Its worker for CPUs knows none, so nothing here could run it: what is called, and what with."""
+    ours = ast.walk(ast.parse((OURS / "sleep.py").read_text()))
+    calls = [node for node in ours if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self._llm.")]
+    asked = {ast.unparse(call.func).rpartition(".")[2]: {str(word.arg) for word in call.keywords} for call in calls}
+    assert asked == {"sleep": {"level", "mode"}, "wake_up": set(), "reset_prefix_cache": {"reset_running_requests"}}
+    tree = ast.walk(ast.parse((VLLM / "v1/engine/llm_engine.py").read_text()))
+    theirs = {node.name: {argument.arg for argument in node.args.args} for node in tree if isinstance(node, ast.FunctionDef)}
+    assert [name for name, words in asked.items() if not words <= theirs[name]] == []
+    assert 'PauseMode = Literal["abort", "wait", "keep"]' in (VLLM / "v1/engine/__init__.py").read_text()
 
 
 def test_latent_attention_takes_its_second_form_out_of_a_weight_as_views():

@@ -27,8 +27,10 @@ from orchestrator.stages.leasing import Leasing
 from pipelinerl.config import GatewaySection
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.data.tool_calls import ToolCallParser
+from pipelinerl.engine.base import Engine as AnEngine
 from pipelinerl.engine.base import Limits, Sampled
-from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.engine.loop import EngineLoop, Stager
 from pipelinerl.engine.stop_strings import StopStrings
 from pipelinerl.gateway.episodes import Episodes
 from pipelinerl.gateway.http import Gateway
@@ -75,6 +77,8 @@ class ScriptedEngine:
         self.says: Says = lambda prompt: "fine"
         self.asked: list[tuple[str, list[int]]] = []
         """Each request as text and as tokens, in order."""
+        self.constraints: list[dict[str, Any] | None] = []
+        """The constraint of each, in order."""
         self.is_held = False
         """True while it samples nothing."""
         self._tokenizer = tokenizer
@@ -90,6 +94,7 @@ class ScriptedEngine:
         text = self._tokenizer.decode(ids)
         self.asked.append((text, ids))
         answer = self._tokenizer.encode(self.says(text), add_special_tokens=False)
+        self.constraints.append(next(iter(request.sampling.structured_outputs), None))
         self._running[request.rollout_id] = (request, [*answer, self._tokenizer.eos_token_id])
 
     def cancel(self, rollout_id: str) -> None:
@@ -162,7 +167,21 @@ class DescriptorLink:
 class Serving:
     """Everything between an agent's HTTP client and an engine, in a thread of its own."""
 
-    def __init__(self, folder: Path, *, max_context_tokens: int = 4096, max_tokens: int = 1 << 20, **section: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_context_tokens: int = 4096,
+        max_tokens: int = 1 << 20,
+        calls: Callable[[Any], ToolCallParser | None] | None = None,
+        engine: AnEngine | None = None,
+        stager: Stager | None = None,
+        structured_outputs: tuple[dict[str, Any], ...] = (),
+        **section: Any,
+    ) -> None:
+        """`engine` and its `stager`: in place of the engine whose words are written; its tokens are bytes, too."""
+        self._calls = calls
+        self._sampling = Sampling(max_tokens=256, structured_outputs=structured_outputs)
         self._max_context_tokens = max_context_tokens
         self._max_tokens = max_tokens
         make_bytes(folder)
@@ -172,9 +191,9 @@ class Serving:
         self.tokenizer = tokenizer
         self.engine = ScriptedEngine(tokenizer)
         self.engine_loop = EngineLoop(
-            self.engine,
+            engine or self.engine,
             engine_id=0,
-            stager=lambda order: later(0.0),
+            stager=stager or (lambda order: later(0.0)),
             finder=lambda prompt, stop: StopStrings(tokenizer.backend_tokenizer, prompt=prompt, stop=stop),
         )
         self.trajectories: list[Trajectory] = []
@@ -227,10 +246,10 @@ class Serving:
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.address, timeout=10.0)
 
-    def publish(self) -> None:
+    def publish(self, *, buffer: str = "none", digest: str = "") -> None:
         """Have the engine change its weights."""
         self._version += 1
-        order = StageWeights(version=self._version, buffer="none", digest="")
+        order = StageWeights(version=self._version, buffer=buffer, digest=digest)
         self.do(lambda: (self._engines[0].ordered(version=order.version, rollback_epoch=0), self._hub.send("engine-0", order)))
         self.until(lambda: self._engines[0].version == self._version)
 
@@ -271,13 +290,12 @@ class Serving:
         self._engines = Engines(engine_peers, expected=1, watch=watch, credits=credits)
         self._engines.on_policy(WeightsCommitted, self._committed)
         peer = GatewayPeer(gateway_peers)
-        sampling = Sampling(max_tokens=256)
         turns = AgentTurns(
             gateway=peer,
             engines=self._engines,
             watch=watch,
             section=self.section,
-            sampling=sampling,
+            sampling=self._sampling,
             max_context_tokens=self._max_context_tokens,
             max_tokens=self._max_tokens,
         )
@@ -322,6 +340,7 @@ class Serving:
             self.orchestrator,
             template=ChatTemplate(self.tokenizer),
             decode=decoder(self.tokenizer),
+            calls=self._calls(self.tokenizer) if self._calls else None,
             max_turns=self.section.max_requests,
             max_parallel=self.section.max_parallel,
         )

@@ -224,3 +224,18 @@ def test_tokens_go_in_and_tokens_come_out(desk: Serving, lent: dict[str, Any]) -
     trajectory = end(desk, lent)
     assert trajectory.turns.starts.tolist() == [0, len(first["token_ids"]) + 1]
     assert trajectory.token_ids.tolist()[:3] == [5, 6, 7]
+
+
+def test_each_turn_of_a_conversation_has_the_constraint_of_its_place_and_a_context_of_its_own_begins_anew(tmp_path: Path) -> None:
+    first, free, last = {"regex": "a"}, {}, {"choice": ["b"]}
+    with serving(tmp_path, structured_outputs=(first, free, last)) as desk:
+        with desk.client() as client:
+            lent = desk.lend(client)
+        with openai.OpenAI(base_url=lent["base_url"], api_key=lent["token"], max_retries=0) as sdk:
+            messages: list[Any] = []
+            for text in ("one", "two", "three", "four"):
+                messages.append({"role": "user", "content": text})
+                said = sdk.chat.completions.create(model="any", messages=messages).choices[0].message.content
+                messages.append({"role": "assistant", "content": said})
+            sdk.chat.completions.create(model="any", messages=[{"role": "user", "content": "a sub-agent"}])
+        assert desk.engine.constraints == [first, free, last, last, first]

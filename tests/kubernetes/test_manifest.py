@@ -37,6 +37,20 @@ def test_one_job_holds_the_nodes_with_gpus_and_one_those_without() -> None:
     assert apart["resources"]["limits"] == {}
 
 
+def test_engines_on_nodes_of_another_kind_are_a_job_of_their_own() -> None:
+    other = {"engine_gpus_per_node": 2, "scorer_nodes": 1, "pod": {"nodeSelector": {"pool": "h100"}, "hostIPC": True}}
+    config = settings(kubernetes=other | {"engine_pod": {"nodeSelector": {"pool": "l40s"}}})
+    _, *jobs = manifests(config, name="run-1")
+    pods = [job["spec"]["template"]["spec"] for job in jobs]
+    assert [job["metadata"]["name"] for job in jobs] == ["run-1", "run-1-engines", "run-1-scorers"]
+    assert [pod["containers"][0]["args"][-1] for pod in pods] == ["0", "1", "2"]
+    assert [pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for pod in pods] == ["4", "2", None]
+    assert [pod["nodeSelector"]["pool"] for pod in pods] == ["h100", "l40s", "h100"]
+    assert all(pod["hostIPC"] for pod in pods)
+    with pytest.raises(ConfigError, match=r"kubernetes\.engine_pod\.volumes cannot be used"):
+        manifests(settings(kubernetes={"engine_pod": {"volumes": []}}), name=NAME)
+
+
 def test_what_pods_read_as_settings_are_these_settings() -> None:
     config = settings()
     config_map, *_ = json.loads(as_list(manifests(config, name=NAME)))["items"]

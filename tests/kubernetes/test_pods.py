@@ -18,7 +18,7 @@ import pytest
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.kubernetes.__main__ import BEGUN, VERDICT, join
+from pipelinerl.launch.kubernetes.__main__ import BEGUN, VERDICT, begin, join, run_pod
 from pipelinerl.launch.node_roles import record_roles
 from pipelinerl.launch.run_folder import fill
 from pipelinerl.launch.supervisor import DONE, FAILED, UNFINISHED
@@ -65,6 +65,35 @@ def test_a_pod_joins_nothing_once_the_run_is_over(tmp_path: Path, verdict: int) 
 def test_a_pod_that_waits_too_long_says_for_whom(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"node 0 has begun nothing in .* for 0\.1 s: see the log of its pod"):
         join(tmp_path, node=1, patience_s=0.1)
+
+
+def test_a_folder_with_a_run_that_was_begun_otherwise_is_refused_and_kept(tmp_path: Path) -> None:
+    tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
+    (tmp_path / "ledger.sqlite").write_bytes(b"what became of every rollout")
+    with pytest.raises(ConfigError, match=r"holds a run that was begun otherwise: there is a ledger, but no roles\.json"):
+        begin(parse(tree, origin="test"), tmp_path)
+    assert (tmp_path / "ledger.sqlite").exists()
+
+
+def test_a_volume_that_fails_fails_no_job_and_a_refusal_does(tmp_path: Path) -> None:
+    config = parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}, origin="test")
+    (tmp_path / "roles.json").touch()
+    assert run_pod(config, tmp_path, node=0) == UNFINISHED, "there is no folder of logs"
+    (tmp_path / "roles.json").rename(tmp_path / "ledger.sqlite")
+    assert run_pod(config, tmp_path, node=0) == FAILED
+
+
+def test_a_list_of_roles_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}, origin="test")
+
+    def full(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        record_roles(config, config.kubernetes, tmp_path)
+    assert not (tmp_path / "roles.json").exists()
 
 
 class Run:

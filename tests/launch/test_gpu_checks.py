@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from typer.testing import CliRunner
 
 from pipelinerl.__main__ import app
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.gpu_checks.running import Result, run, run_all
+from pipelinerl.launch.gpu_checks import whole_runs
+from pipelinerl.launch.gpu_checks.running import Result, run_all
 from pipelinerl.launch.gpu_checks.table import Check, Verdict, checks, chosen
 from pipelinerl.runtime.findings import Level
 
@@ -183,23 +186,73 @@ UNSEEN = {
 """A part of what each check says that a machine without GPUs cannot show."""
 
 
+WARM = """
+import importlib, json, os, sys
+from pipelinerl.engine.environment import set_environment
+
+set_environment()
+from pipelinerl.engine.vllm.imports import import_everything
+
+import_everything()
+import pipelinerl.weights.gpu_checks, trainer.gpu_checks
+
+for _, module, *arguments in json.loads(sys.argv[1]):
+    if not os.fork():
+        code = 1
+        try:
+            sys.argv[1:] = arguments
+            importlib.import_module(module).main()
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    assert os.wait()[1] == 0, (module, arguments)
+"""
+"""Runs programs of the table, each in a fork of a process that has imported what an engine and a trainer import."""
+
+
+def judged(check: Check, printed: str) -> dict[str, Any]:
+    """What a check's program measured, with a verdict of nothing but what this machine cannot show."""
+    figures = json.loads(printed)
+    level, found, do = check.verdict(figures)
+    assert level in (Level.OK, Level.NOTE), (check.name, found, do)
+    assert UNSEEN[check.name] in "; ".join(figures["unseen"]), check.name
+    return figures
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(600)
-def test_on_a_machine_without_gpus_every_check_says_what_it_could_not_see() -> None:
-    with concurrent.futures.ThreadPoolExecutor(2) as two_at_once:  # no speed is looked at here
-        results = {result.name: result for result in two_at_once.map(run, checks())}
-    assert list(results) == list(UNSEEN)
-    for name, result in results.items():
-        assert result.level is Level.NOTE, (name, result.found, result.do, result.log)
-        assert UNSEEN[name] in "; ".join(result.unseen), name
-    figures = {name: result.figures for name, result in results.items()}
+@pytest.mark.timeout(300)
+def test_on_a_machine_without_gpus_every_program_says_what_it_could_not_see() -> None:
+    programs = [check for check in checks() if check.name not in ("run", "resume")]
+    command = [sys.executable, "-c", WARM, json.dumps([check.program for check in programs])]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    printed = [line for line in said.stdout.splitlines() if line.startswith("{")]
+    figures = {check.name: judged(check, line) for check, line in zip(programs, printed, strict=True)}
+    assert [*figures, "run", "resume"] == list(UNSEEN)
     assert (figures["swaps"]["num_swaps"], figures["swaps"]["num_wrong"]) == (20, 0)
     assert figures["swaps"]["num_tokens"] > 100
     assert set(figures["transports"]["transports"]) == {"shared_memory", "files", "gloo"}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_run_whose_trainer_is_killed_goes_on_and_what_is_told_of_a_run_is_in_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`resume` starts a run; `run` is told of the same one, and starts nothing."""
+    monkeypatch.setattr(whole_runs.tempfile, "TemporaryDirectory", lambda **_: contextlib.nullcontext(str(tmp_path)))
+    figures = {}
+    for check in reversed(chosen(["run", "resume"])):
+        monkeypatch.setattr(sys, "argv", ["whole_runs", check.name])
+        whole_runs.main()
+        figures[check.name] = judged(check, capsys.readouterr().out)
+        monkeypatch.setattr(whole_runs, "_command", lambda _: (sys.executable, "-c", ""))
+    assert figures["resume"]["num_steps"] == figures["resume"]["num_wanted"] == figures["run"]["num_steps"]
     assert figures["run"]["gap_mean"] < 1e-4
-    assert figures["resume"]["num_steps"] == figures["resume"]["num_wanted"]
 
 
 @pytest.mark.process

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -127,7 +128,10 @@ async def bench(
     engines = Engines(engine_peers, expected=2, watch=watch, credits=Signal())
     scorers = Scorers(scorer_peers, expected=1, ledger=ledger, watch=watch, quarantine=Quarantine())
     evaluation = Evaluation(
-        prompts=[handmade.prompt(3, prompt_id=f"held:{number}") for number in range(num_prompts)],
+        prompts=[
+            msgspec.structs.replace(handmade.prompt(3, prompt_id=f"held:{number}"), images=(b"%d" % number,))
+            for number in range(num_prompts)
+        ],
         section=EvaluationSection(every=every, samples=samples, deadline_s=700.0),  # pyright: ignore[reportCallIssue]
         correct_reward=1.0,
         engines=engines,
@@ -179,6 +183,7 @@ def test_every_prompt_is_answered_once_spread_over_the_engines_and_scored_once(t
             assert sorted(engine_id for engine_id, _ in asked) == [0, 0, 1, 1]
             assert sorted(request.rollout_id for _, request in asked) == [f"evaluation-0/{number}" for number in range(4)]
             assert all(request.sampling == Sampling(max_tokens=7, temperature=0.0) for _, request in asked)
+            assert all(request.images == (request.rollout_id[-1:].encode(),) for _, request in asked), "held-out pictures are shown, too"
             for engine_id, request in reversed(asked):
                 it.answer(engine_id, request)
             to_score = await it.to_score()

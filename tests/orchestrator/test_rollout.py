@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
 from orchestrator.rollouts.rollout import Rollout
@@ -23,6 +24,11 @@ def test_each_request_has_a_seed_of_its_own_that_follows_from_the_runs():
     assert len(set(found)) == 4
     assert found[0] == seed_of(dataclasses.replace(ROLLOUT, admitted_at=7.0, version=0), seed=0)
     assert all(seed is not None and 0 <= seed < 1 << 63 for seed in found), "what the wire and torch hold"
+
+
+def test_a_request_has_the_images_of_its_prompt():
+    seen = dataclasses.replace(ROLLOUT, prompt=msgspec.structs.replace(PROMPT, images=(b"one", b"two")))
+    assert seen.request(Sampling(max_tokens=4), chunk_tokens=0).images == (b"one", b"two")
 
 
 def test_without_a_seed_the_engine_draws_as_it_likes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.rollouts.scorer_tasks import failed_score
+from orchestrator.rollouts.scorer_tasks import failed_score, reward_task
 from pipelinerl.messages import Finish, Outcome
 from tests.orchestrator import handmade
 
@@ -24,6 +24,13 @@ def test_a_failure_keeps_its_outcome_and_an_engine_s_names_the_engine(outcome: O
     assert score is not None
     assert (score.outcome, score.error) == expected
     assert (score.rollout_id, score.attempt, score.reward) == (trajectory.rollout_id, trajectory.attempt, None)
+
+
+def test_a_scorer_is_sent_no_images() -> None:
+    trajectory = handmade.trajectory()
+    seen = msgspec.structs.replace(trajectory, prompt=msgspec.structs.replace(trajectory.prompt, images=(b"one",)))
+    assert reward_task(seen).prompt == trajectory.prompt
+    assert seen.num_bytes == trajectory.num_bytes + 3, "queues are bounded in bytes, images included"
 
 
 def test_a_trajectory_that_did_not_fail_is_for_a_scorer() -> None:

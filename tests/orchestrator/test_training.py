@@ -154,6 +154,21 @@ def test_a_row_is_its_samples_end_to_end_in_every_column():
     assert batch.rollout_ids == ("1/0", "1/1")
 
 
+def test_a_row_has_each_image_once_and_says_which_samples_prompts_have_it():
+    def sample(*images: bytes) -> Sample:
+        trajectory = handmade.trajectory((5,), group_id=1, sibling=0, num_prompt=1)
+        prompt = msgspec.structs.replace(trajectory.prompt, images=images)
+        return Sample(trajectory=msgspec.structs.replace(trajectory, prompt=prompt), reward=0.0, advantages=np.zeros(2, np.float32))
+
+    batch = micro_batch_of((sample(b"one"), sample(b"one"), sample(), sample(b"two", b"one")), step=0, index=0)
+    assert (batch.images, batch.images_of) == ((b"one", b"two"), ((0,), (0,), (), (1, 0)))
+    without = micro_batch_of((sample(), sample()), step=0, index=0)
+    assert (without.images, without.images_of) == ((), ())
+    for wrong in (((0,),), ((0,), (0,), (), (2,))):
+        with pytest.raises(ValueError, match=r"MicroBatch 0/0: images_of .*, expected numbers below 2 for 4 samples"):
+            msgspec.structs.replace(batch, images_of=wrong)
+
+
 def test_each_sample_of_a_row_says_which_teacher_judges_it():
     def sample(name: object) -> Sample:
         trajectory = handmade.trajectory((5,), group_id=1, sibling=0, num_prompt=1)

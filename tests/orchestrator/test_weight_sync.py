@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.rules.admission import Admission, schedule_of
+from orchestrator.stages.alternation import Alternation
 from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.config import Mode
 from pipelinerl.errors import PeerRefused, PeerSilent
@@ -94,7 +95,8 @@ def received(link: MemoryLink) -> list[Message]:
 
 
 @contextlib.asynccontextmanager
-async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[Bench]:
+async def bench(folder: Path, *, mode: Mode = Mode.STREAMING, num_closed: Callable[[], int] | None = None) -> AsyncIterator[Bench]:
+    """With `num_closed`, engines share their devices with the trainer."""
     engine_hub, trainer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromTrainer)
     peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
     trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
@@ -114,6 +116,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING) -> AsyncIterator[B
         journal=journal,
         layout_for=lambda ready: LayoutFixed(tensors=()),
         commit_deadline_s=60.0,
+        alternation=Alternation() if num_closed is None else Alternation(engines=known, journal=journal, num_closed=num_closed),
     )
     links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
     trainer_link = trainer_hub.connect("trainer-0", accepts=ToTrainer)

@@ -13,6 +13,7 @@ from pipelinerl.engine.environment import set_environment
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.scorer import Convention, PrmScorer, Reading, StepScore, Trace
 from pipelinerl.rewards.prm.steps import Splitter
+from tests.real_engine import keep_modules_frozen
 from tests.tiny_models import make_prm
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -29,6 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     set_environment()
     from pipelinerl.rewards.pooling import PoolingModel
 
+    keep_modules_frozen()
     folder = tmp_path_factory.mktemp("prm")
     make_prm(folder)
     options = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.data.tokenizer import ChatOptions, TextEncoder, codec_of, load_tokenizer
+from pipelinerl.data.tool_calls import ToolCallParser
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Finish, Outcome, Prompt, RequestKind, ScorerTask, Turns
 from pipelinerl.rewards.calls import Call, CallResult, Component
@@ -40,12 +41,12 @@ def chat_tokenizer(tokenizer_folder: Path) -> Any:
 class Played:
     """An episode as the orchestrator plays it: it keeps the tokens, the worker the object."""
 
-    def __init__(self, tokenizer: Any, loaded: Any, *, chat: bool = False, **columns: Any) -> None:
+    def __init__(self, tokenizer: Any, loaded: Any, *, chat: bool = False, calls: ToolCallParser | None = None, **columns: Any) -> None:
         self.tokenizer = tokenizer
         options = ChatOptions(chat=chat)
         self.runner = Runner(
             [loaded],
-            codec=codec_of(tokenizer, ends={tokenizer.eos_token_id}),
+            codec=dataclasses.replace(codec_of(tokenizer, ends={tokenizer.eos_token_id}), calls=calls),
             max_tokens=999,
             entering=lambda _: None,
             chat=dataclasses.asdict(options),

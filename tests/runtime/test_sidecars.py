@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,15 @@ def test_one_that_does_its_rest_in_time_is_not_spoken_of_and_one_that_does_not_i
             process = int(processes.read_when_written(tmp_path / "sidecar"))
         assert not Path("/proc", str(process)).exists()
         assert ("upload has not finished" in capsys.readouterr().out) == is_late
+
+
+def test_none_has_longer_than_its_machine_and_a_long_wait_says_for_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for left_s, is_told in ((0.1, False), (2.5, True)):
+        (tmp_path / "sidecar").unlink(missing_ok=True)
+        began = time.monotonic()
+        with sidecars(tmp_path, [sidecar(tmp_path, IGNORES, rest_s=60.0)], left_s=lambda left_s=left_s: left_s):
+            processes.read_when_written(tmp_path / "sidecar")
+        assert time.monotonic() - began < processes.PATIENCE_S
+        said = capsys.readouterr().out
+        assert "upload has not finished" in said
+        assert ("more for upload (its log: " in said) == is_told

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.controller import driven
+from orchestrator.ledger.answers import ANSWERS_FILE, Answers
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import GroupAdvantages, StepRules
@@ -146,9 +147,16 @@ class Survived:
     kills: collections.Counter[str]
     seconds: float
     rows: list[tuple[Any, ...]]
+    device_problems: list[str]
+    """Of a colocated run."""
 
     def problems(self) -> list[str]:
-        return [*self.checker.problems, *self.disk.changed, *[f"{name} mislabelled" for name in self.disk.record.mislabelled]]
+        return [
+            *self.checker.problems,
+            *self.disk.changed,
+            *self.device_problems,
+            *[f"{name} mislabelled" for name in self.disk.record.mislabelled],
+        ]
 
 
 def survive(
@@ -163,12 +171,13 @@ def survive(
     group_advantages: GroupAdvantages = mean_baseline,
     step_rules: StepRules | None = None,
     script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None,
+    replays: bool = False,
 ) -> Survived:
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs. A `script` dies with the orchestrator, and
-    begins again with the one that follows.
+    begins again with the one that follows; with `replays` it is led through its calls.
     """
     chaos = _Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
-    chaos.group_advantages, chaos.step_rules, chaos.script = group_advantages, step_rules, script
+    chaos.group_advantages, chaos.step_rules, chaos.script, chaos.replays = group_advantages, step_rules, script, replays
 
     async def program() -> Survived:
         async with asyncio.timeout(limit_s):
@@ -184,12 +193,13 @@ class _Chaos:
         self.settings = settings
         self.folder = folder
         self.faults = faults
-        self.world = world
+        self.world = peers.world_of(settings, world)
         self.network = network
         self.checkpoint_every = checkpoint_every
         self.group_advantages: GroupAdvantages = mean_baseline
         self.step_rules: StepRules | None = None
         self.script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None
+        self.replays = False
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
@@ -215,7 +225,15 @@ class _Chaos:
         ending, rows = ended
         with open_history(self.folder) as history:
             checker = check_history(history)
-        return Survived(ending=ending, checker=checker, disk=self.disk, kills=self.kills, seconds=loop.time(), rows=rows)
+        return Survived(
+            ending=ending,
+            checker=checker,
+            disk=self.disk,
+            kills=self.kills,
+            seconds=loop.time(),
+            rows=rows,
+            device_problems=[] if self.world.device is None else self.world.device.problems,
+        )
 
     def _make_hubs(self) -> list[MemoryHub]:
         return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer, FromGateway)]
@@ -223,6 +241,7 @@ class _Chaos:
     async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
         """One life of the orchestrator, which its peers outlive; None where it was killed."""
         ledger = Ledger(self.folder / "ledger.sqlite")
+        answers = Answers(self.folder / ANSWERS_FILE) if self.replays else None
         run = Run(
             self.settings,
             Dependencies(
@@ -237,6 +256,7 @@ class _Chaos:
                 journal=journal,
                 ledger=ledger,
                 in_script=self.script is not None,
+                answers=answers,
             ),
         )
         main = asyncio.create_task(run.run() if self.script is None else self._scripted(run, self.script))
@@ -256,6 +276,8 @@ class _Chaos:
                 main.cancel()
                 await asyncio.sleep(0)
             await asyncio.gather(main, return_exceptions=True)
+            if answers is not None:
+                answers.close()
 
     async def _scripted(self, run: Run, script: Callable[[ScriptedRun], Coroutine[Any, Any, None]]) -> RunResult:
         scripted = ScriptedRun(run, config=self.settings, folder=self.folder, prompt_of=prompt_of, decode=str, demonstration=demonstration)
@@ -368,8 +390,10 @@ class _Chaos:
         link = _Outliving(bare, msgspec.structs.replace(ready, oldest=disk.oldest, damaged=damaged, suspects=suspects))
         while not isinstance(await link.wait(), LayoutFixed):
             pass  # what was meant for the one before
-        free = [f"buffer-{number}" for number in range(3)]
-        if first:
+        # In place, every policy of a trainer's lies in one buffer of its own, the first included.
+        own = f"in-place-{ready.process_id}"
+        free = [f"buffer-{number}" for number in range(3)] if self.world.device is None else [own] * (2 + num_steps)
+        if first or self.world.device is not None:
             link.send(PolicyPublished(version=first, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
         saving: asyncio.Task[None] | None = None
         try:
@@ -380,7 +404,7 @@ class _Chaos:
                 trained[step] = rows
                 while not free:
                     await peers._next(link, free, wanted=WeightBufferReleased)
-                link.send(StepDone(step=step, metrics={}))
+                link.send(StepDone(step=step, metrics={"loss": 0.0}))
                 link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
                 if (step + 1) % self.checkpoint_every == 0 or step + 1 == num_steps:
                     if saving is not None:
@@ -421,7 +445,8 @@ class _Chaos:
                 seen.append(answer.rollout_ids)
                 peers.note(answer, self.disk.record)
             rows.append(answer.rollout_ids)
-            await asyncio.sleep(self.world.token_s * len(answer.token_ids))
+            with peers.changed(self.world.device, free[0] if free else ""):
+                await asyncio.sleep(self.world.token_s * len(answer.token_ids))
             self.disk.in_progress = ""
 
     async def _save(self, link: _Outliving, version: int, commit: str, trained: dict[int, list[tuple[str, ...]]]) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from pipelinerl.config import Config
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.errors import EngineError, WeightsError
@@ -70,6 +72,23 @@ REWARD_LOAD = FunctionLoad(
 """What a scorer says of its one function."""
 
 
+@dataclasses.dataclass(slots=True)
+class Device:
+    """What colocated engines and trainer share: the buffer that the one changes in place and the others read."""
+
+    changing: str = ""
+    """The buffer that a trainer trains on now."""
+    num_passes: int = 0
+    """Of engines that read a trainer's buffer."""
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, buffer: str) -> None:
+        """Note a forward pass over the weights in a buffer."""
+        self.num_passes += bool(buffer)
+        if buffer and buffer == self.changing:
+            self.problems.append(f"a forward pass read {buffer} while it was being changed")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """How fast and how faulty everybody is."""
@@ -110,8 +129,15 @@ class World:
     """Tokens that an engine's KV cache holds; None: as many as come."""
     prefill_s: float = 2e-5
     """Computing a token of a KV cache anew, where one is bounded."""
+    device: Device | None = None
+    """Of a colocated run."""
     start_s: float = 0.0
     """What everybody needs to load before announcing itself."""
+
+
+def world_of(settings: Config, world: World) -> World:
+    """With the device that engines and trainer share, where they do."""
+    return dataclasses.replace(world, device=world.device or Device()) if settings.is_colocated else world
 
 
 process_ids = itertools.count(1000)
@@ -121,9 +147,12 @@ process_ids = itertools.count(1000)
 class SimulatedEngine(FakeEngine):
     """Fails a seeded fraction of forward passes; its tokens tell the version that sampled them, also where it skipped some."""
 
-    def __init__(self, *, fraction: float, seed: int, kv_tokens: int | None = None, **options: int) -> None:
+    def __init__(self, *, fraction: float, seed: int, kv_tokens: int | None = None, device: Device | None = None, **options: int) -> None:
         super().__init__(**options)
         self.staged_version = 0
+        self.buffer = self.staged_buffer = ""
+        """Where its policy lies, and the one that is staged; empty for what it has loaded from the disk."""
+        self._device = device
         self.num_pushed_out = 0
         """Sequences whose KV cache was taken away."""
         self.num_computed = 0
@@ -139,6 +168,8 @@ class SimulatedEngine(FakeEngine):
             for rollout_id in list(self._requests):
                 self.cancel(rollout_id)
             raise EngineError("simulated failure of a forward pass")
+        if self._device is not None:
+            self._device.read(self.buffer)
         if self._kv_tokens is not None:
             self._make_room(self._kv_tokens)
         return super().step()
@@ -168,7 +199,7 @@ class SimulatedEngine(FakeEngine):
 
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
         recomputed = super().commit(recompute)
-        self._num_commits = self.staged_version
+        self._num_commits, self.buffer = self.staged_version, self.staged_buffer
         return recomputed
 
 
@@ -201,6 +232,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
         max_running=max_running,
         mean_tokens=world.mean_tokens,
         kv_tokens=world.kv_tokens,
+        device=world.device,
     )
     clock = asyncio.get_running_loop().time
     chance = random.Random(world.seed + engine_id)
@@ -212,7 +244,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
             fake.stage(order)
         except WeightsError as error:
             return later(world.stage_s, error)
-        fake.staged_version = order.version
+        fake.staged_version, fake.staged_buffer = order.version, order.buffer
         return later(world.stage_s)
 
     loop = EngineLoop(fake, engine_id=engine_id, stager=stage, clock=clock)
@@ -455,6 +487,9 @@ async def live_on(link: MemoryLink, *, every_s: float = 1.0) -> None:
 async def _train(link: MemoryLink, *, num_steps: int, world: World, record: TrainerRecord, free: list[str]) -> None:
     link.send(TrainerReady(replica=0, num_replicas=1, process_id=0, version=0))
     assert isinstance(await link.wait(), LayoutFixed)
+    if world.device is not None:
+        free = [IN_PLACE]
+        link.send(PolicyPublished(version=0, buffer=IN_PLACE, digest="", num_bytes=0, publish_s=0.0))
     for step in range(num_steps):
         index = 0
         while True:
@@ -475,16 +510,34 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
                 break
             assert isinstance(answer, MicroBatch)
             note(answer, record)
-            await asyncio.sleep(world.token_s * len(answer.token_ids))
+            with changed(world.device, IN_PLACE):
+                await asyncio.sleep(world.token_s * len(answer.token_ids))
             index += 1
         is_ending = False
         while not free:
             is_ending |= isinstance(await _next(link, free, wanted=(WeightBufferReleased, EndTraining)), EndTraining)
         link.send(StepDone(step=step, metrics={"loss": 0.0}, engines=_engines(record)))
-        link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+        buffer = free.pop(0) if world.device is None else IN_PLACE
+        link.send(PolicyPublished(version=step + 1, buffer=buffer, digest="", num_bytes=0, publish_s=0.0))
         if is_ending:
             return await _end(link, free, version=step + 1, record=record)
     await _end(link, free, version=num_steps, record=record)
+
+
+IN_PLACE = "in-place"
+"""The one buffer of a colocated trainer."""
+
+
+@contextlib.contextmanager
+def changed(device: Device | None, buffer: str) -> Iterator[None]:
+    """Inside it a trainer changes the weights in a buffer, where it shares its device."""
+    if device is not None:
+        device.changing = buffer
+    try:
+        yield
+    finally:
+        if device is not None:
+            device.changing = ""
 
 
 def _engines(record: TrainerRecord) -> tuple[EngineMismatch, ...]:

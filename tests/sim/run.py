@@ -235,7 +235,7 @@ def demonstration(row: Mapping[str, Any], *, where: str) -> Demonstration:
 def _peers(
     settings: Config, *, given: Circumstances, hubs: list[MemoryHub], record: peers.TrainerRecord
 ) -> Iterator[Coroutine[Any, Any, None]]:
-    cast, world = given.cast, given.world
+    cast, world = given.cast, peers.world_of(settings, given.world)
     for engine_id in range(settings.engine.count):
         link = hubs[0].connect(f"engine-{engine_id}", accepts=ToEngine)
         yield cast.engine(link, engine_id=engine_id, max_running=settings.engine.max_running, world=world)

@@ -330,7 +330,21 @@ def test_the_loop_of_an_example_is_short_and_trains_every_step(tmp_path: Path, p
     if path.stem == "dpo":  # the best and the worst of each group that has both
         assert all(0 < num <= 32 and num % 2 == 0 for num in samples)
     else:
-        assert samples == {"best_of_n": {16}, "curriculum": {3, 12}}.get(path.stem, {64})
+        assert samples == {"best_of_n": {16}, "curriculum": {3, 12}, "streaming": {32}}.get(path.stem, {64})
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_the_built_in_loop_as_a_script_trains_the_same_rollouts_in_its_first_steps(tmp_path: Path, max_staleness: int) -> None:
+    script = runpy.run_path(str(EXAMPLES[0].parent / "streaming.py"))["train"]
+    settings = {"pipeline": {"max_staleness": max_staleness}}
+    scripted_one = scripted(script, tmp_path / "script", settings=settings)
+    built_in = run(config(**SMALL | settings), folder=tmp_path / "built-in")
+    assert scripted_one.problems() == built_in.problems() == []
+    first, own = (
+        [{name for name, step in one.record.trained.items() if step == number} for number in range(4)] for one in (built_in, scripted_one)
+    )
+    num_first = 4 if not max_staleness else min(4, max_staleness + 1)
+    assert own[:num_first] == first[:num_first]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------------------
@@ -401,6 +415,15 @@ async def trains_a_nan(asked: ScriptedRun) -> None:
 async def samples_what_would_be_too_old(asked: ScriptedRun) -> None:
     for _ in range(3):
         await asked.train(await rows_of(asked))
+
+
+async def samples_for_a_step_out_of_reach(asked: ScriptedRun) -> None:
+    asked.sample(asked.prompts(1), step=2)
+
+
+async def samples_for_a_step_that_is_over(asked: ScriptedRun) -> None:
+    await asked.train(await rows_of(asked))
+    asked.sample(asked.prompts(1), step=0)
 
 
 async def waits_for_what_is_not_admitted(asked: ScriptedRun) -> None:
@@ -483,6 +506,8 @@ MISUSES = [
     (changes_a_rollout, ScriptError, "a rollout is passed on as it was read"),
     (trains_a_nan, ScriptError, "not finite"),
     (samples_what_would_be_too_old, NobodySends, "engines hold policy 0, the last that was published"),
+    (samples_for_a_step_out_of_reach, NobodySends, "sample: step 2 is what they are for, and engines hold policy 0"),
+    (samples_for_a_step_that_is_over, ScriptError, "sample: step 0 is over, and step 1 comes next"),
     (waits_for_what_is_not_admitted, NobodySends, "prompts wait for an engine that samples under a newer policy"),
     (breaks_off, RolloutsUnread, "call 1, sample (2 prompts, 8 rollouts): 7 results not read: the stream was let go of"),
     (forgets_a_stream, RolloutsUnread, "call 1, sample (2 prompts, 8 rollouts): 8 results not read: the script ends"),

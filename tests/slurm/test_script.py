@@ -33,6 +33,28 @@ def script(**slurm: Any) -> str:
     return render(config(**slurm), run_folder=Path("runs/a run"), python="python")
 
 
+def test_engines_on_nodes_of_another_kind_are_a_component_of_their_own():
+    text = script(engine_nodes=2, scorer_nodes=1, gpus_per_node=8, engine_gpus_per_node=4, engine_options=["--partition=l40s"])
+    asked = [line for line in text.splitlines() if re.search(r"hetjob|--nodes|--gpus-per|--partition", line)]
+    assert [line.removeprefix("#SBATCH ") for line in asked] == [
+        *("--nodes=1", "--gpus-per-node=8"),
+        *("hetjob", "--nodes=2", "--gpus-per-node=4", "--partition=l40s"),
+        *("hetjob", "--nodes=1"),
+    ]
+    assert "srun --kill-on-bad-exit=1 --het-group=0,1,2 " in text
+    assert "scontrol requeue" not in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert script(engine_nodes=2, gpus_per_node=8, engine_options=["--constraint=l40s"]).count("hetjob") == 1
+    with pytest.raises(ConfigError, match=r"slurm\.engine_options: '--nodes=3' cannot be used"):
+        script(engine_nodes=2, engine_options=["--nodes=3"])
+
+
+@pytest.mark.parametrize("key", ["engine_gpus_per_node", "engine_options"])
+def test_what_engines_alone_would_have_is_refused_where_they_are_on_the_first_node(key: str):
+    with pytest.raises(ConfigError, match=f"slurm.{key} is set, but slurm.engine_nodes is 0"):
+        config(**{key: 4 if key.startswith("engine_gpus") else ["--partition=l40s"]})
+
+
 @pytest.mark.parametrize("name", ["one-node", "many-nodes", "cpu-scorers", "chain"])
 def test_the_templates_are_what_is_rendered(name: str):
     rendered = render(load(TEMPLATES / f"{name}.toml"), run_folder=Path("runs") / name, python="python")

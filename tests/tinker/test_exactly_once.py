@@ -11,7 +11,6 @@ import asyncio
 import collections
 import json
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import httpx
 import numpy as np
 import pytest
 
-from pipelinerl.config import TinkerSection
 from pipelinerl.messages import (
     CloseModel,
     Completion,
@@ -39,16 +37,9 @@ from pipelinerl.messages import (
 )
 from pipelinerl.tinker import wire
 from pipelinerl.tinker.backend import Publication, TrainerLost, Weights
-from pipelinerl.tinker.dispatch import Dispatch
-from pipelinerl.tinker.futures import Futures
 from pipelinerl.tinker.ledger import Ledger
-from pipelinerl.tinker.provenance import Provenance
-from pipelinerl.tinker.sampling import Sampled
-from pipelinerl.tinker.server import Tinker
-from pipelinerl.tinker.sessions import Sessions
-from pipelinerl.tinker.training import Training
+from tests.tinker.wiring import KEY, MODEL, wired
 
-KEY = "tml-test"
 BAD = 13
 """A datum of this token is refused by the trainer."""
 
@@ -145,42 +136,11 @@ class CountingTrainer:
 class Server:
     """A server's whole life over one folder; `kill` ends it with nothing written that was not written."""
 
-    def __init__(self, folder: Path, trainer: CountingTrainer, *, checkpoint_every: int, max_held_bytes: int) -> None:
+    def __init__(self, folder: Path, trainer: CountingTrainer, **options: Any) -> None:
         self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ledger = Ledger(folder / "serving.sqlite")
-        sessions = Sessions(folder / "saved", ledger=self.ledger, now_s=0.0)
-        provenance = Provenance(trainer.publications, ledger=self.ledger)
-        training = Training(
-            backend=trainer,
-            sessions=sessions,
-            provenance=provenance,
-            journal=lambda kind, **fields: None,
-            rank=0,
-            max_staleness=None,
-            is_base=lambda name: True,
-        )
-        self.dispatch = Dispatch(
-            ledger=self.ledger,
-            training=training,
-            backend=trainer,
-            folder=folder / "checkpoints",
-            checkpoint_every=checkpoint_every,
-            max_held_bytes=max_held_bytes,
-            caught_up=asyncio.Event(),
-            clock=time.time,
-        )
-        self.tinker = Tinker(
-            sessions=sessions,
-            futures=Futures(max_pending=64, max_held_bytes=max_held_bytes),
-            ledger=self.ledger,
-            training=training,
-            dispatch=self.dispatch,
-            sampled=Sampled(backend=trainer, provenance=provenance, ends=(2,), vocabulary=100),
-            section=TinkerSection(),  # pyright: ignore[reportCallIssue]
-            api_key=KEY,
-            model="m",
-            architecture="counting",
-        )
+        self.tinker = wired(trainer, folder, ledger=self.ledger, rank=0, **options)
+        self.dispatch = self.tinker.dispatch
         self.dispatch.restart()
         self.tinker.go_on()
         self._running = asyncio.ensure_future(self.dispatch.run())
@@ -203,7 +163,7 @@ class Server:
 class World:
     """The present server and trainer."""
 
-    def __init__(self, folder: Path, chance: random.Random, **options: int) -> None:
+    def __init__(self, folder: Path, chance: random.Random, **options: Any) -> None:
         self.is_calm = False
         """Nothing more is killed."""
         self._folder, self._chance, self._options = folder, chance, options
@@ -273,7 +233,7 @@ async def client(world: World, chance: random.Random) -> None:
     while (session := await world.post("create_session", json={})) is None:
         pass
     session_id = session.json()["session_id"]
-    model_id = (await world.asked("create_model", json={"session_id": session_id, "model_seq_id": 0, "base_model": "m"}))["model_id"]
+    model_id = (await world.asked("create_model", json={"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}))["model_id"]
     told: list[tuple[str, int, asyncio.Task[Any]]] = []
     weights = gradients = saved = 0
     seq_id = 0
@@ -334,7 +294,7 @@ async def kill_at_random(world: World, chance: random.Random) -> None:
 def test_every_datum_is_in_the_weights_exactly_once_whatever_is_killed(tmp_path: Path, seed: int) -> None:
     async def test() -> None:
         chance = random.Random(seed)
-        world = World(tmp_path, chance, checkpoint_every=3, max_held_bytes=1 << 20)
+        world = World(tmp_path, chance, checkpoint_every=3)
         clients = [client(world, random.Random(f"{seed}/{number}")) for number in range(3)]
         await asyncio.gather(kill_at_random(world, chance), *clients)
         world.server.kill()

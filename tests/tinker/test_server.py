@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import httpx
 import numpy as np
 import pytest
 
-from pipelinerl.config import TinkerSection
 from pipelinerl.messages import (
     CloseModel,
     Completion,
@@ -32,17 +30,11 @@ from pipelinerl.messages import (
 )
 from pipelinerl.tinker import wire
 from pipelinerl.tinker.backend import Publication, Refusal, Weights
-from pipelinerl.tinker.dispatch import Dispatch
 from pipelinerl.tinker.futures import Futures
 from pipelinerl.tinker.ledger import Ledger
-from pipelinerl.tinker.provenance import Provenance
-from pipelinerl.tinker.sampling import Sampled
 from pipelinerl.tinker.server import Tinker
-from pipelinerl.tinker.sessions import Sessions
-from pipelinerl.tinker.training import Training
 from tests.tinker.test_wire import REQUEST
-
-KEY = "tml-test"
+from tests.tinker.wiring import KEY, wired
 
 
 class AnsweringBackend:
@@ -127,45 +119,12 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, *, max_staleness: int | None = None, **section: Any) -> AsyncIterator[Client]:
+async def served(folder: Path, **section: Any) -> AsyncIterator[Client]:
     backend, ledger = AnsweringBackend(), Ledger(None)
-    sessions = Sessions(folder / "saved", ledger=ledger, now_s=0.0)
-    provenance = Provenance(backend.publications, ledger=ledger)
     lines: list[tuple[str, dict[str, Any]]] = []
-    max_held_bytes = section.pop("max_held_bytes", 1 << 20)
-    training = Training(
-        backend=backend,
-        sessions=sessions,
-        provenance=provenance,
-        journal=lambda kind, **fields: lines.append((kind, fields)),
-        rank=8,
-        max_staleness=max_staleness,
-        is_base=lambda name: name == "my-model",
-    )
-    dispatch = Dispatch(
-        ledger=ledger,
-        training=training,
-        backend=backend,
-        folder=folder / "checkpoints",
-        checkpoint_every=section.pop("checkpoint_every", 10),
-        max_held_bytes=max_held_bytes,
-        caught_up=asyncio.Event(),
-        clock=time.time,
-    )
-    tinker = Tinker(
-        sessions=sessions,
-        futures=Futures(max_pending=section.pop("max_pending", 64), max_held_bytes=max_held_bytes),
-        ledger=ledger,
-        training=training,
-        dispatch=dispatch,
-        sampled=Sampled(backend=backend, provenance=provenance, ends=(2,), vocabulary=100),
-        section=TinkerSection(**section),
-        api_key=KEY,
-        model="my-model",
-        architecture="qwen2",
-    )
-    dispatch.restart()
-    running = asyncio.ensure_future(dispatch.run())
+    tinker = wired(backend, folder, ledger=ledger, journal=lambda kind, **fields: lines.append((kind, fields)), **section)
+    tinker.dispatch.restart()
+    running = asyncio.ensure_future(tinker.dispatch.run())
     transport = httpx.ASGITransport(app=tinker.app(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": KEY}) as http:
         client = Client(http, backend, tinker)

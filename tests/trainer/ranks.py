@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Event
@@ -48,6 +49,7 @@ class Ranks:
 
 
 def _begin(rank: int, *, function: Callable[..., None], args: tuple[Any, ...], size: int, port: int, all_forked: Event) -> None:
+    gc.freeze()  # garbage of tests before has threads that are not in this process: groups of gloo abort or hang where they are collected
     all_forked.wait()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")

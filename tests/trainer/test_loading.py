@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.trainer.tiny import make_folder
+from tests.trainer.zeros import make_zeros
 from trainer.model.loading import dtype_on_disk, language_model
 
 
@@ -26,24 +26,7 @@ def own_bytes() -> int:
 @pytest.mark.slow
 def test_a_model_read_in_the_dtype_of_its_files_takes_no_memory_of_the_process(tmp_path: Path) -> None:
     """In float32, as every rank read it before, the same weights take a copy of 64 MB; here they stay pages of the file."""
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    tensors = {name: torch.zeros(parameter.shape, dtype=torch.bfloat16) for name, parameter in model.named_parameters()}
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(tmp_path)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    whole = 2 * sum(tensor.nbytes for tensor in tensors.values())
-    del tensors, model
+    whole = make_zeros(tmp_path, vocab_size=512, intermediate_size=1536, num_hidden_layers=5)
     on_disk = torch.bfloat16
     assert dtype_on_disk(tmp_path) == on_disk
     language_model(tmp_path, dtype=on_disk)  # what is imported at the first time is not the model's

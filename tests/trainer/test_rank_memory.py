@@ -17,14 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pipelinerl.config.layout import Layout
 from pipelinerl.weights.base import plan_layout
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import make_folder, make_model
+from tests.trainer.zeros import make_zeros
 from trainer.parallel.replicas import Replicas
 from trainer.weights.publisher import Publisher
 from trainer.weights.sharded_weights import ShardedWeights
@@ -64,27 +62,6 @@ def peak_of(found: list[int]) -> Iterator[None]:
     found.append(max(peaks) - before)
 
 
-def folder_of(folder: Path) -> int:
-    """A bfloat16 model of layers alike; its bytes in float32."""
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    tensors = {name: torch.zeros(parameter.shape, dtype=torch.bfloat16) for name, parameter in model.named_parameters()}
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return 2 * sum(tensor.nbytes for tensor in tensors.values())
-
-
 def load_and_publish(replicas: Replicas, *, folder: Path, tiny: Path, run_folder: Path) -> list[int]:
     """Bytes that this rank took at most for reading the model, and then for publishing it."""
     # What is given back goes back at once: a process of many tests before has its allocator keep blocks of up to 32 MiB.
@@ -113,7 +90,7 @@ def load_and_publish(replicas: Replicas, *, folder: Path, tiny: Path, run_folder
 
 def test_two_ranks_hold_half_of_a_model_each_and_a_layer_more_while_it_is_read_and_published(tmp_path: Path) -> None:
     """A rank that read all of it in float32 would take the whole."""
-    whole = folder_of(tmp_path / "model")
+    whole = make_zeros(tmp_path / "model", vocab_size=256, intermediate_size=2048, num_hidden_layers=LAYERS)
     tiny = make_folder(tmp_path / "tiny", family="qwen3")
     job = functools.partial(load_and_publish, folder=tmp_path / "model", tiny=tiny, run_folder=tmp_path / "run")
     (ranks,) = run_jobs([(Layout(ranks=2, shard=2), job)], tmp_path)

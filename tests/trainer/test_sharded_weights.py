@@ -155,9 +155,9 @@ def publish_without_room(replicas: Replicas, *, folder: Path, disk: Path, transp
     found: dict[str, Any] = {"found": []}
     goes_on = threading.Event()
 
-    def sealed(*arguments: Any) -> manifest.Manifest:
+    def sealed(*arguments: Any, **options: Any) -> manifest.Manifest:
         assert goes_on.wait(20.0), "the training loop waits for the digests of what it has written"
-        return manifest.seal(*arguments)
+        return manifest.seal(*arguments, **options)
 
     publishing.seal = sealed  # in this rank's own process
     with AsyncPublisher(publisher, sharded=sharded, send=sent.append, clock=clock) as async_publisher:
@@ -203,11 +203,14 @@ def check_published(
 
 
 def test_shards_go_straight_to_engine_ranks_and_no_rank_gathers_a_policy(folders: dict[str, Path], tmp_path: Path) -> None:
-    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
-    expected = make_model(folders["qwen3"]).tensors()
-    policy = sum(tensor.numel() * 4 for name, tensor in expected.items() if name not in make_model(folders["qwen3"]).tied_names)
-    results = run_jobs([(layout, functools.partial(publish_shards, folder=folders["qwen3"])) for layout in layouts], tmp_path)
-    for layout, ranks in zip(layouts, results, strict=True):
+    """Experts among them, of which the trainer holds those of a layer in one tensor, and engines each by its name."""
+    cases = [("qwen3", Layout(ranks=2, shard=2)), ("qwen3", Layout(ranks=2, tensor=2)), ("qwen3", Layout(ranks=2, pipeline=2))]
+    cases += [("qwen3_moe", Layout(ranks=2, shard=2, expert=2)), ("qwen3_moe", Layout(ranks=2, shard=2))]
+    results = run_jobs([(layout, functools.partial(publish_shards, folder=folders[family])) for family, layout in cases], tmp_path)
+    for (family, layout), ranks in zip(cases, results, strict=True):
+        model = make_model(folders[family])
+        expected = model.tensors()
+        policy = sum(tensor.numel() * 4 for name, tensor in expected.items() if name not in model.tied_names)
         for number, found in enumerate(ranks[0]["found"]):
             for name, tensor in found.items():
                 assert torch.equal(tensor, expected[name] * (1, 1, 2, 2)[number]), (str(layout), name)

@@ -18,6 +18,7 @@ from pipelinerl.errors import WireError
 from pipelinerl.messages import (
     AgentTurn,
     Alive,
+    Asleep,
     Cancel,
     CancelRequest,
     CheckpointFailed,
@@ -87,6 +88,7 @@ from pipelinerl.messages import (
     ScorerReady,
     ScorerTask,
     ServingTrainerReady,
+    Sleep,
     StageWeights,
     Starting,
     StepClosed,
@@ -189,6 +191,9 @@ EXAMPLES: tuple[Message, ...] = (
     Routes(num_layers=1, top_k=2, width=1, experts=np.array([3, 1, 0, 2], np.uint8)),
     Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(7, 8), seed=1),
     Generate(rollout_id="4/1", attempt=0, token_ids=IDS, sampling=Sampling(max_tokens=5)),
+    Generate(rollout_id="4/1", attempt=0, token_ids=IDS, sampling=Sampling(max_tokens=5), images=(b"\x89PNG", b"")),
+    msgspec.structs.replace(PROMPT, images=(b"\x89PNG",)),
+    msgspec.structs.replace(MICRO_BATCH, images=(b"\x89PNG",), images_of=((0,), ())),
     Tokens(rollout_id="4/1", attempt=0, start=8, token_ids=IDS),
     Cancel(rollout_id="4/1", attempt=0),
     TraceTokens(rollout_id="4/1", attempt=0, start=0, token_ids=IDS, is_last=False, prompt_token_ids=IDS),
@@ -212,6 +217,8 @@ EXAMPLES: tuple[Message, ...] = (
     EngineLoad(engine_id=1, version=2, num_running=3, num_waiting=4, num_tokens=5, num_steps=6, busy_s=0.5, idle_s=1.5),
     StageWeights(version=3, buffer="pipelinerl-ab-0", digest="ff", when_idle=True),
     WeightsCommitted(engine_id=1, version=3, pause_s=0.001, stage_s=0.5, num_running=7),
+    Sleep(phase_id=5),
+    Asleep(engine_id=1, phase_id=5, sleep_s=0.01, num_bytes=1 << 30, num_running=7),
     WeightsRefused(engine_id=1, version=3, error="WeightsError: no"),
     WeightsStaged(engine_id=1, version=3, stage_s=0.5),
     ScorerReady(scorer_id=0, process_id=1, num_slots=2),
@@ -383,7 +390,7 @@ def test_what_is_not_an_accepted_message_is_refused_with_the_reason(name: str):
 
 
 def test_a_refusal_says_what_would_have_been_accepted():
-    with pytest.raises(WireError, match=r"1 bytes are not one of Cancel, Generate, Reattach, StageWeights, Stop: "):
+    with pytest.raises(WireError, match=r"1 bytes are not one of Cancel, Generate, Reattach, Sleep, StageWeights, Stop: "):
         Decoder(ToEngine).decode(b"\xc1")
 
 

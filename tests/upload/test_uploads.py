@@ -137,6 +137,16 @@ def test_a_checkpoint_that_a_disk_damaged_gets_no_list_and_is_told(
     assert "__0_0.distcp was damaged after it was written" in caplog.text
 
 
+def test_a_damaged_checkpoint_is_forgotten_once_a_newer_whole_one_is_sent(run: Path, store: Store) -> None:
+    (checkpoint(run, 20) / "__0_0.distcp").write_bytes(b"wEights")
+    uploads, until = Uploads(run, store, keep=2), threading.Event()
+    uploads.look()
+    assert "__0_0.distcp was damaged" in uploads.damaged["checkpoints"]
+    checkpoint(run, 40)
+    until.set()
+    assert follow(uploads, until=until)
+
+
 def test_a_model_goes_with_all_its_files_and_a_list_of_them(run: Path, store: Store, tmp_path: Path) -> None:
     for name in ("model", "adapter"):
         (run / name).mkdir()

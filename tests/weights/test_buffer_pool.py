@@ -131,3 +131,17 @@ def test_slow_engines_at_different_policies_do_not_hold_up_the_trainer():
     for version in (1, 2, 3, 4):
         publish(pool, version)
     assert pool.acquire(0.0) is not None
+
+
+def test_a_buffer_that_is_written_in_place_is_handed_out_again_though_it_is_the_latest():
+    pool = WeightBufferPool(Memory(), num_bytes=100, in_place=True)
+    names = set()
+    for version in (0, 1, 2):
+        buffer = pool.acquire(0.0)
+        assert buffer is not None
+        names.add(buffer.name)
+        pool.publish(buffer, manifest(version))
+    assert names == {"buffer-0"}
+    assert pool.acquire(0.0) is not None
+    with pytest.raises(PeerSilent, match="being written"):
+        pool.acquire(0.0)

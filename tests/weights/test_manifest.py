@@ -7,7 +7,7 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.manifest import MAX_NAMED, Manifest, check, digest_of, encode, open_manifest, seal, verify
+from pipelinerl.weights.manifest import MAX_NAMED, Manifest, check, digest_of, encode, open_manifest, seal, verify, verify_alone
 
 LAYOUT = plan_layout({"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16), "none": torch.zeros(0, 4)})
 
@@ -52,6 +52,15 @@ def test_a_damaged_tensor_is_named_with_both_digests():
     got = seal(7, buffer, LAYOUT).proofs[1].digest
     expected = f"b [5] bfloat16: digest is {got}, published was {manifest.proofs[1].digest}; not taken"
     assert str(caught.value) == f"weight buffer buffer-3: 1 of 3 tensors of policy 7: {expected}"
+
+
+def test_all_cores_take_the_digests_that_one_takes_and_find_what_it_finds():
+    buffer, manifest = policy()
+    assert seal(7, buffer, LAYOUT, is_alone=True) == manifest
+    verify_alone(manifest, buffer, name="s")
+    buffer[64] ^= 1
+    with pytest.raises(WeightsError, match=r"^weight buffer s: 1 of 3 tensors of policy 7: b "):
+        verify_alone(manifest, buffer, name="s")
 
 
 def test_many_damaged_tensors_are_counted():

@@ -19,7 +19,7 @@ from pipelinerl.weights.base import itemsize_of, plan_layout
 from pipelinerl.weights.manifest import compare
 from pipelinerl.weights.reshard import Box, whole
 from pipelinerl.weights.sharded import relay
-from pipelinerl.weights.sharded.digests import add_ranks, add_up, digest_of_piece, manifest_of, texts
+from pipelinerl.weights.sharded.digests import add_ranks, add_up, digest_of, manifest_of, seed_of, texts
 from pipelinerl.weights.sharded.plan import Piece, num_bytes_of, plan, split
 from scripts.bench import road_layouts
 from tests.contract import sharded_engine
@@ -35,6 +35,10 @@ LAYOUT = plan_layout(TENSORS)
 POLICY_BYTES = sum(tensor.num_bytes for tensor in LAYOUT)
 BUCKET_BYTES = 128
 TWO, FOUR = Grid(tensor=2), Grid(tensor=2, expert=2)
+
+
+def digest_of_piece(piece: Piece, data: torch.Tensor) -> bytes:
+    return digest_of(data.numpy(), seed=seed_of(piece))
 
 
 def boxes(grid: Grid) -> list[dict[str, list[Box]]]:
@@ -84,7 +88,7 @@ def test_sums_do_not_hang_on_who_holds_what_and_change_with_every_byte_and_place
     assert digest_of_piece(one, data) != digest_of_piece(other, data), "the same bytes elsewhere"
     assert digest_of_piece(one, data) != digest_of_piece(one, data.flip(0))
     copy = Piece(name="w", box=((0, 2),), is_counted=False)
-    assert add_up([(one, 5), (copy, 5)]) == {"w": 5}, "what several hold counts once"
+    assert add_up([(one, b"\5"), (copy, b"\5")]) == {"w": 5}, "what several hold counts once"
 
 
 def test_boxes_are_cut_along_their_first_dimensions_into_what_fits():
@@ -279,9 +283,9 @@ def test_an_engine_that_dies_half_way_frees_the_others_within_their_deadline(is_
         put: Callable[..., None] = rank._put
         count = 0
 
-        def put_and_die(*arguments: object) -> None:
+        def put_and_die(*arguments: object, **named: object) -> None:
             nonlocal count
-            put(*arguments)
+            put(*arguments, **named)
             count += 1
             if count == 20:
                 say("half way")

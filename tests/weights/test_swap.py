@@ -245,3 +245,18 @@ def test_a_model_on_a_device_is_not_moved_together_because_two_would_have_to_fit
     before = parameters[0].parameter.untyped_storage()
     CopySwap(parameters, gathers=True, timeline=_Recorded())
     assert parameters[0].parameter.untyped_storage()._cdata == before._cdata
+
+
+@pytest.mark.parametrize("mode", [SwapMode.POINTER, SwapMode.COPY])
+def test_what_is_discarded_takes_no_memory_and_the_next_policy_is_taken_all_the_same(mode: SwapMode):
+    size = 1 << 20
+    parameters = [Placed(parameter=torch.nn.Parameter(torch.ones(size), requires_grad=False), offset_bytes=0, num_bytes=4 * size)]
+    by = make_swap(mode, parameters)
+    assert isinstance(by, PointerSwap | CopySwap)
+    assert 4 * size - 2 * 4096 <= by.discard() <= 4 * size
+    assert not parameters[0].parameter[1024:-1024].any(), "the pages were given back, and read as zeros"
+    buffer = torch.full((size,), 2.0).view(torch.uint8)
+    commit(by, buffer)
+    assert parameters[0].parameter.eq(2.0).all()
+    by.discard()
+    assert buffer.view(torch.float32).eq(2.0).all(), "it is the trainer's"

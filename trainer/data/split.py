@@ -45,6 +45,10 @@ def _chosen(batch: MicroBatch, samples: Mask) -> MicroBatch:
         rollout_ids=tuple(name for name, is_chosen in zip(batch.rollout_ids, samples.tolist(), strict=True) if is_chosen),
         routes=None if batch.routes is None else routes_of(table_of(batch.routes)[tokens]),
         loss=batch.loss,
+        images=batch.images,
+        images_of=tuple(
+            numbers for numbers, is_chosen in zip(batch.images_of, samples.tolist(), strict=bool(batch.images_of)) if is_chosen
+        ),
         nodes=None if batch.nodes is None else _of_samples(batch.nodes, samples, lengths=batch.lengths),
         **{name: None if column is None else column[samples] for name, column in of_samples.items()},
     )

@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch._guards import detect_fake_mode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification, PreTrainedModel
 
-from pipelinerl.config.families import check_trainable
+from pipelinerl.config.families import check_trainable, takes_images
 from pipelinerl.errors import ConfigError
 from trainer.model import attention
 
@@ -44,11 +44,15 @@ def has_values() -> bool:
 
 def language_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """The language model of a folder. Raises `ConfigError` where it cannot be loaded."""
-    return _from_folder(AutoModelForCausalLM, folder, dtype=dtype)[0]
+    return _from_folder(AutoModelForImageTextToText if takes_images(folder) else AutoModelForCausalLM, folder, dtype=dtype)[0]
 
 
 def value_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder with one output per token, named `score`; 0 for every state until it is trained."""
+    if takes_images(folder):
+        raise ConfigError(
+            f"{folder} takes images, and value models are not written for its family: choose a method without a critic, or set critic.path"
+        )
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # that a language model lacks the weights of a score is known
     try:
@@ -68,13 +72,14 @@ def _from_folder(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})")
     check_trainable(folder)
+    implementation = {"text_config": attention.NAME, "vision_config": "sdpa"} if takes_images(folder) else attention.NAME
     if not has_values():
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-        return kind.from_config(config, dtype=dtype, attn_implementation=attention.NAME), set()
+        return kind.from_config(config, dtype=dtype, attn_implementation=implementation), set()
     transformers.logging.disable_progress_bar()  # one line in a log for every shard of every model tells nobody anything
     try:
         module, loading = kind.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True, **options
+            folder, dtype=dtype, attn_implementation=implementation, local_files_only=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         raise ConfigError(f"model folder {folder} cannot be loaded as a language model: {type(error).__name__}: {error}") from error

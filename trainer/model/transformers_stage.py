@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from pipelinerl.errors import ConfigError
 from trainer.model import varlen
 from trainer.model.stage import StagePlan
 from trainer.parallel.boxes import packed_dimensions, placed
 from trainer.parallel.context import gather_outputs
 from trainer.parallel.sharding import ParameterSharding, local, spread
-from trainer.rows.packed_row import PackedRow
+from trainer.rows.packed_row import PackedRow, Vision
 
 
 def build(module: PreTrainedModel, plan: StagePlan) -> TransformersStage:
@@ -68,7 +69,10 @@ class TransformersStage(torch.nn.Module):
     def forward(self, given: PackedRow | torch.Tensor, number: torch.Tensor | None = None) -> Any:
         """Return the outputs of the row `given` of a whole model; a stage of a pipeline computes as `trainer.parallel.pipeline` says."""
         if isinstance(given, PackedRow):
-            return self._outputs(given, self._run_layers(given, input_ids=given.token_ids[None]))
+            inputs = (
+                {"input_ids": given.token_ids[None]} if given.vision is None else {"inputs_embeds": self._with_images(given, given.vision)}
+            )
+            return self._outputs(given, self._run_layers(given, **inputs))
         assert number is not None
         row = self.rows[int(number)]
         if self._is_first:
@@ -76,6 +80,15 @@ class TransformersStage(torch.nn.Module):
         else:
             hidden = self._run_layers(row, inputs_embeds=given[:, : len(row.token_ids)])
         return self._outputs(row, hidden) if self._is_last else F.pad(hidden, (0, 0, 0, self.length - hidden.shape[1]))
+
+    def _with_images(self, row: PackedRow, vision: Vision) -> torch.Tensor:
+        """[1, I, H] embeddings of the row's tokens, with the features of its images in the place of their placeholders."""
+        model: Any = self.module
+        if not hasattr(model, "get_image_features"):
+            raise ConfigError(f"{type(model).__name__} takes no images, and a row has some: a reference has to be of the policy's family")
+        found = model.get_image_features(pixel_values=vision.pixels[None], pixel_attention_mask=vision.mask[None]).pooler_output
+        embeddings = model.get_input_embeddings()(row.token_ids)
+        return embeddings.index_copy(0, vision.places, found.flatten(0, 1)[vision.features].to(embeddings.dtype))[None]
 
     def _run_layers(self, row: PackedRow, **given: torch.Tensor) -> torch.Tensor:
         """[1, I, H] hidden states."""

@@ -29,7 +29,8 @@ from pipelinerl.data.expert_routes import Table, unknown
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Int32, Mask, Nodes
 from trainer.rows.branches import branches, whole_samples
-from trainer.rows.packed_row import WHOLE_ROW, Block, ContextShard, PackedRow
+from trainer.rows.images import RowImages
+from trainer.rows.packed_row import WHOLE_ROW, Block, ContextShard, PackedRow, Vision
 from trainer.rows.trie import Piece, cut
 
 
@@ -43,11 +44,13 @@ def arrange(
     context_shard: ContextShard = WHOLE_ROW,
     routes: Table | None = None,
     nodes: Nodes | None = None,
+    images: RowImages | None = None,
 ) -> PackedRow | None:
     """Lay out a packed row of samples of these `lengths`, or a part of it; None where no token of the whole row has a loss.
 
     `nodes` are those of all samples, in order, where some of these branch. What was given and is shared is computed by the `routes`
-    ([R, layers, k]) of the first sample that has it; sampled tokens are shared only where their routes are equal, too.
+    ([R, layers, k]) of the first sample that has it; sampled tokens are shared only where their routes are equal, too, and placeholders
+    only of the same feature of one of the `images`.
 
     Raises `DataError` naming the sample whose first token has a loss: nothing stands before it that could predict it.
     """
@@ -59,6 +62,8 @@ def arrange(
         sample = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
         raise DataError(f"{names[sample]}: its first token has a loss, but no token stands before it to predict it from")
     codes = _codes(token_ids, loss_mask=loss_mask, routes=routes)
+    if images is not None:
+        codes += (images.feature_of + 1) << 32
     pieces, computed_at = cut(codes[rows.columns], starts=rows.starts, ends=rows.ends, prompts=rows.prompts)
     sources = computed_at[rows.losses - 1]
     shares = _shares(pieces, num=context_shard.num)
@@ -81,7 +86,16 @@ def arrange(
         trained=on_device(trained),
         order=None if order is None else on_device(order),
         routes=None if routes is None else torch.from_numpy(_laid_out_routes(routes, columns)).to(device, non_blocking=True),
+        vision=None if images is None else _laid_out_images(images, columns, device=device),
     )
+
+
+def _laid_out_images(images: RowImages, columns: np.ndarray, *, device: torch.device | str) -> Vision:
+    features = np.where(columns < 0, -1, images.feature_of[columns])
+    places = np.flatnonzero(features >= 0)
+    found = (images.pixels, images.mask, torch.from_numpy(places), torch.from_numpy(features[places]))
+    pixels, mask, at, which = (tensor.to(device, non_blocking=True) for tensor in found)
+    return Vision(pixels=pixels, mask=mask, places=at, features=which)
 
 
 def empty_row(device: torch.device | str = "cpu", *, context_shard: ContextShard = WHOLE_ROW) -> PackedRow:

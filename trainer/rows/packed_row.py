@@ -24,6 +24,20 @@ class TeacherStates:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """The images of a row, and where their features stand; `trainer.rows.images` has the legend."""
+
+    pixels: torch.Tensor
+    """[n, 3, S, S] float32."""
+    mask: torch.Tensor
+    """[n, S, S] int64."""
+    places: torch.Tensor
+    """[P] int64, positions in the layout of placeholders."""
+    features: torch.Tensor
+    """[P] int64, the feature of each, of the F of all patches end to end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Pieces of one shape, side by side: `num` of them, each of `length` tokens, from position `start` of the layout."""
 
@@ -57,6 +71,8 @@ class PackedRow:
     """[K] int64, which of several teachers judges each token; None where there are not several."""
     teachers: tuple[TeacherStates, ...] = ()
     """States of the teachers that the model's distributions are compared with; none where they are not."""
+    vision: Vision | None = None
+    """None for a row without images."""
     order: torch.Tensor | None = None
     """[K] int64, where each is among the targets of all ranks that share the row, joined; None for a whole row, where J is K."""
 

@@ -86,6 +86,7 @@ class AsyncPublisher:
         self._moves_on.clear()
         if self._sharded is not None:
             self._write_together(self._publisher, self._sharded, version)
+        self._publisher.move_in(version)
         self._under_way = self._thread.submit(self._publish, self._publisher, version, updated=self._timeline.mark())
 
     def wait(self, *, is_last: bool = False) -> None:

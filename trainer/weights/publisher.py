@@ -5,6 +5,7 @@ The layout comes from the engines once they have loaded the model; the first pub
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,8 +22,11 @@ from pipelinerl.weights.delta_base import DeltaBase
 from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.transport import Sender, WeightBuffer
 from pipelinerl.weights.transports import open_sender
+from trainer.weights.in_place import is_there
 from trainer.weights.shard_sender import ShardSender
 
+Move = Callable[[Mapping[str, torch.Tensor]], None]
+"""Moves the weights to where they are published: views into a weight buffer, by published name."""
 Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
 """Writes the present weights into memory ([bytes] uint8) of this layout; the first argument names it where other ranks may map it."""
 
@@ -46,6 +50,8 @@ class Publisher:
         shards: ShardSender | None = None,
         adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
         training_bytes: int = 0,
+        in_place: bool = False,
+        move: Move | None = None,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free buffer.
 
@@ -53,6 +59,9 @@ class Publisher:
         `training_bytes`: what training holds at once on this rank's device, which buffers there leave to it.
         `write` writes them where they are sharded over ranks; `tensors` and `adapters` then need have shapes only.
         `shards` is the end that sends them from rank to rank, without a whole; None where no rank is cut.
+
+        `in_place`: engines sleep while the weights change, so all policies share one weight buffer; `move` then has the weights themselves
+        lie in it, where this rank holds them whole.
 
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
         `sends_deltas`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
@@ -70,6 +79,8 @@ class Publisher:
         self._shapes = _shapes_of(tensors)
         self._adapters = adapters
         self._adapter_shapes = _shapes_of(adapters) if adapters is not None else {}
+        self._in_place = in_place
+        self._move = move
         self._run_folder = run_folder
         self._address = address
         self._training_bytes = training_bytes
@@ -98,6 +109,19 @@ class Publisher:
     def newest(self) -> int:
         """The version published last in this rollback epoch; 0 before the first."""
         return self._newest or 0
+
+    def move_in(self, version: int) -> None:
+        """Have the weights lie in the weight buffer, before the first of them is published; nobody uses them meanwhile.
+
+        Raises as `publish`, but for `NoRoom`: the next publication is another chance.
+        """
+        if self._move is None:
+            return
+        with contextlib.suppress(NoRoom):
+            self._taken = self._buffer_for(version)
+            if self._taken is not None:
+                self._move(views(self._taken.memory, self._layout))
+                self._move = None
 
     def write(self, version: int) -> None:
         """Write the present sharded weights as `version` together with the other ranks, so that `publish` may follow in another thread.
@@ -182,7 +206,7 @@ class Publisher:
             size = num_bytes(tensors)
             self._engine_shards, self._transport = (shards if is_sharded else None), transport
             self._is_mapped = transport == "shared_memory"
-            self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines))
+            self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines), in_place=self._in_place)
             self._rollback_epoch = rollback_epoch
             if self._sends_deltas:
                 self._delta_base = DeltaBase(self._layout)
@@ -224,7 +248,7 @@ class Publisher:
         if sealed is not None:
             return sealed
         if self._delta_base is None:
-            return seal(version, buffer.memory, self._layout)
+            return seal(version, buffer.memory, self._layout, is_alone=self._in_place)
         with self._changed:
             self._delta_base.move(self._held)
         return self._delta_base.fill(buffer.memory, version)
@@ -248,7 +272,8 @@ class Publisher:
             return
         tensors = self._tensors()
         for name, view in views(whole, self._layout).items():
-            view.copy_(tensors[name])
+            if not is_there(tensors[name], view):
+                view.copy_(tensors[name])
 
     def _shard_sender_for(self, tensors: tuple[Tensor, ...]) -> Sender:
         """Raises `WeightsError` where no policy of this trainer, or of this layout, can travel from shard to shard."""

@@ -26,8 +26,10 @@ from pipelinerl.weights.sharded.target import name_of
 from pipelinerl.weights.transport import WeightBuffer
 from pipelinerl.weights.transports import connector
 from trainer.model.model import Model
+from trainer.parallel.boxes import box_of
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
+from trainer.weights.published import Origin
 
 
 class ShardCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,15 +55,20 @@ class ShardSender:
         address: str | None,
         lead: Callable[[ShardCall], None],
         gather: Callable[[Any, str], list[Any]],
-        boxes: Callable[[Mapping[str, torch.Tensor], tuple[Tensor, ...]], Sequence[Mapping[str, Box]]],
+        origins: Callable[[tuple[Tensor, ...]], Mapping[str, Origin]],
+        boxes: Callable[[Mapping[str, Box], Mapping[str, Origin]], Sequence[Mapping[str, Box]]],
     ) -> None:
-        """`lead` tells the other ranks; `gather` exchanges a value among all; `boxes` says what each rank holds of a layout."""
+        """`lead` tells the other ranks; `gather` exchanges a value among all; `origins` says where a layout's tensors lie in the module's,
+        and `boxes` what each rank holds of them, by what this one holds of the module's.
+        """
         self._model = model
         self._replicas = replicas
         self._run_folder, self._address = run_folder, address
-        self._lead, self._gather, self._boxes = lead, gather, boxes
+        self._lead, self._gather, self._origins_of, self._boxes = lead, gather, origins, boxes
         self._source: ShardSource | None = None
-        self._own: Mapping[str, Box] = {}
+        self._origins: Mapping[str, Origin] = {}
+        self._held: Mapping[str, Box] = {}
+        """What this rank holds of the module's tensors."""
         self._carrier = ""
 
     def make(self, number: int, num_bytes: int) -> WeightBuffer:
@@ -82,10 +89,10 @@ class ShardSender:
         source = self._source or self._open(call, pieces)
         source.make(call.number)
         for piece, view in source.views(call.number):
-            within = tuple(
-                slice(first - start, end - start) for (first, end), (start, _) in zip(piece.box, self._own[piece.name], strict=True)
-            )
-            view.copy_(local(pieces[piece.name])[within])
+            origin = self._origins[piece.name]
+            box = zip(origin.outer(piece.box), self._held[origin.name], strict=True)
+            within = tuple(slice(first - start, end - start) for (first, end), (start, _) in box)
+            view.copy_(local(pieces[origin.name])[within].reshape(view.shape))
         sums = {name: f"{digest:x}" for name, digest in source.seal(call.number, call.version).items()}
         found = self._gather(sums, "to write a policy together")
         return add_ranks({name: int(digest, 16) for name, digest in one.items()} for one in found)
@@ -102,11 +109,12 @@ class ShardSender:
 
     def _open(self, call: ShardCall, pieces: Mapping[str, torch.Tensor]) -> ShardSource:
         """Plan who sends what, and listen."""
-        sources = self._boxes(pieces, call.layout)
+        self._origins = self._origins_of(call.layout)
+        self._held = {name: box_of(pieces.get(name), tuple(shape)) for name, shape in self._model.shapes.items()}
+        sources = self._boxes(self._held, self._origins)
         targets = call.shards or ({tensor.name: (whole(tuple(tensor.shape)),) for tensor in call.layout},)
         plans = plan(call.layout, sources=sources, targets=targets)
         rank = self._replicas.rank
-        self._own = sources[rank]
         self._carrier = call.transport.partition("+")[2]
         address = self._address or own_address(self._run_folder, "trainer")
         self._source = source = ShardSource(connector(self._carrier), rank=rank, address=address)
@@ -122,7 +130,7 @@ def check_names(layout: tuple[Tensor, ...], plain: set[str]) -> None:
     if wrong := [tensor.name for tensor in layout if tensor.name not in plain]:
         raise WeightsError(
             f"weights.transport is sharded, and {len(wrong)} of {len(layout)} tensors are not held by the trainer's ranks as they are"
-            f" published, for example {wrong[0]}: experts that engines name one by one, and merged adapters, are gathered. Set"
+            f" published, for example {wrong[0]}: merged adapters, and what is more than cut and renamed, are gathered. Set"
             ' weights.transport = "gloo".'
         )
 

@@ -29,6 +29,7 @@ from trainer.parallel.boxes import box_of
 from trainer.parallel.objects import gathered
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
+from trainer.weights.published import Origin, origins_in
 from trainer.weights.shard_sender import ShardCall, ShardSender, check_names
 
 
@@ -57,7 +58,14 @@ class ShardedWeights:
         self._mapped: dict[str, torch.Tensor] = {}
         self._has_led = False
         self.sender = ShardSender(
-            model, replicas=replicas, run_folder=run_folder, address=address, lead=self._lead, gather=self._gather, boxes=self._boxes
+            model,
+            replicas=replicas,
+            run_folder=run_folder,
+            address=address,
+            lead=self._lead,
+            gather=self._gather,
+            origins=self._origins,
+            boxes=self._boxes,
         )
 
     def described(self) -> dict[str, torch.Tensor]:
@@ -99,17 +107,24 @@ class ShardedWeights:
         self._has_led = True
         self._call(_Call(shards=shards))
 
-    def _boxes(self, pieces: Mapping[str, torch.Tensor], layout: tuple[Tensor, ...]) -> list[dict[str, Box]]:
-        """What each rank holds of a layout. Raises `WeightsError` where some of it would have to be gathered."""
-        shapes = {tensor.name: tuple(tensor.shape) for tensor in layout}
-        check_names(
-            layout, {name for name in shapes if name in self._model.shapes and list(self._names_of(name)) == [name]} - self._adapted(shapes)
-        )
-        by_rank = self._all_boxes({name: box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
-        return [{name: box for name, box in boxes.items() if all(end > first for first, end in box)} for boxes in by_rank]
+    def _origins(self, layout: tuple[Tensor, ...]) -> dict[str, Origin]:
+        """Where each tensor of a layout lies in the module's. Raises `WeightsError` where some of it would have to be gathered."""
+        wanted = [tensor.name for tensor in layout]
+        found: dict[str, Origin] = {}
+        for name in self._model.shapes:
+            published = self._names_of(name)
+            shape = tuple(self._model.shapes[name])
+            if list(published) == [name]:
+                found[name] = Origin(name=name, box=whole(shape))
+            elif not published.keys().isdisjoint(wanted):
+                found |= origins_in(self._model.module, name, shape)
+        check_names(layout, {name for name, origin in found.items() if not self._model.is_adapted(origin.name)})
+        return {name: found[name] for name in wanted}
 
-    def _adapted(self, names: Iterable[str]) -> set[str]:
-        return {name for name in names if name in self._model.shapes and self._model.is_adapted(name)}
+    def _boxes(self, held: Mapping[str, Box], origins: Mapping[str, Origin]) -> list[dict[str, Box]]:
+        """What each rank holds of published tensors, by what this one holds of the module's."""
+        by_rank = self._all_boxes({name: origin.inner(held[origin.name]) for name, origin in origins.items()}, origins)
+        return [{name: box for name, box in boxes.items() if all(end > first for first, end in box)} for boxes in by_rank]
 
     def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
         if are_adapters(layout):
@@ -153,10 +168,10 @@ class ShardedWeights:
         gathered = {name for name in self._model.shapes if name not in whole_ones and wanted & self._names_of(name).keys()}
         return list(of_rank(moves, source=self._replicas.rank)), frozenset(gathered)
 
-    def _all_boxes(self, boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Box]]:
+    def _all_boxes(self, boxes: Mapping[str, Box], names: Iterable[str]) -> list[dict[str, Box]]:
         """Every rank's boxes, of tensors that all of them name in the same order."""
-        by_rank = self._gather([boxes[name] for name in shapes], "to say what each holds of the model")
-        return [dict(zip(shapes, msgspec.convert(found, list[Box]), strict=True)) for found in by_rank]
+        by_rank = self._gather([boxes[name] for name in names], "to say what each holds of the model")
+        return [dict(zip(names, msgspec.convert(found, list[Box]), strict=True)) for found in by_rank]
 
     def _names_of(self, name: str) -> dict[str, torch.Tensor]:
         """The published tensors, without memory, of a tensor of the module."""

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
@@ -33,16 +32,20 @@ from pipelinerl.engine.base import Limits, Sampled
 from pipelinerl.engine.budget import Budget, batched_tokens, plan_on
 from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, Versions, adapter_options
+from pipelinerl.engine.vllm.constraints import constraint_options, prove_constraints
 from pipelinerl.engine.vllm.derived import Derived
 from pipelinerl.engine.vllm.experts import device_options
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
 from pipelinerl.engine.vllm.passes import Passes, columns_of, prompt_logprobs_of
+from pipelinerl.engine.vllm.prompts import Prompts, image_options
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies, shard_receiver
 from pipelinerl.engine.vllm.registry import register_model
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
 from pipelinerl.engine.vllm.scheduling import choose_scheduling
+from pipelinerl.engine.vllm.sleep import SleepMode
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
+from pipelinerl.engine.vllm.words import FINISHES, sampling_params
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
 from pipelinerl.runtime.devices import usable_gpus
@@ -50,16 +53,8 @@ from pipelinerl.runtime.machine import memory_bytes
 from pipelinerl.weights import manifest
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.receiver import WeightReceiver
-from pipelinerl.weights.swap import Staging, SwapMode, WeightSwap, choose_swap_mode, make_swap
+from pipelinerl.weights.swap import CopySwap, PointerSwap, Staging, SwapMode, WeightSwap, choose_swap_mode, make_swap
 from pipelinerl.weights.transports import AutoReceiver, device_transports
-
-_FINISHES = {
-    FinishReason.STOP: Finish.STOP,
-    FinishReason.LENGTH: Finish.LENGTH,
-    FinishReason.REPETITION: Finish.STOP,
-    FinishReason.ABORT: Finish.CANCELLED,
-    FinishReason.ERROR: Finish.ERROR,
-}
 
 
 class VllmEngine:
@@ -76,8 +71,11 @@ class VllmEngine:
         policies: Path = Path("weights"),
         adapters: AdapterShape | None = None,
         choices: tuple[str, ...] = (),
+        is_colocated: bool = False,
     ) -> None:
-        """`policies` is the folder of published files, where policies travel by files; `adapters`: policies are these alone.
+        """`is_colocated`: the engine shares its device with the trainer, and sleeps.
+
+        `policies` is the folder of published files, where policies travel by files; `adapters`: policies are these alone.
 
         `choices` were made before the engine, and are reported with its own.
         """
@@ -93,11 +91,16 @@ class VllmEngine:
             choices = (*choices, str(budget))
             sizes = {"kv_cache_memory_bytes": budget.cache_bytes, "gpu_memory_utilization": budget.utilization}
             options |= sizes | {"max_num_batched_tokens": batched_tokens(engine.options)}
+        self._is_colocated = is_colocated
+        if is_colocated and torch.cuda.is_available():
+            self._staging = Staging.HOST  # a second model on the device is what sleep is to save
+            options |= {"enable_sleep_mode": True}
         if is_sharded := engine.num_ranks > 1:
             options |= {"worker_extension_cls": EXTENSION}
         self._num_engines = engine.count
         self._llm, scheduling = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
+        self._prompts = Prompts(self._llm, folder=Path(model.path))
         self._passes: Passes[int | Versions] = Passes(self._core)
         self._is_pipelined = engine.num_stages > 1
         self._adapters: Adapters | None = None
@@ -106,9 +109,13 @@ class VllmEngine:
         if self._ranks is not None and self._is_pipelined:
             self._ranks.call("policy_pipeline")
         swap, layout, choice = self._make_swap(Path(model.path), adapters, weights, in_int8=engine.quantization == "int8")
-        verify = manifest.verify if self._ranks is None else self._ranks.verify
+        verify = self._ranks.verify if self._ranks is not None else manifest.verify_alone if is_colocated else manifest.verify
         receiver = AutoReceiver(folder=policies, sharded=shard_receiver(self._ranks, layout=layout))
         self._weights = WeightReceiver(swap, layout=layout, receiver=receiver, verify=verify)
+        self._sleep_mode: SleepMode | None = None
+        if is_colocated:
+            assert isinstance(swap, PointerSwap | CopySwap), type(swap)  # the settings refuse what makes another
+            self._sleep_mode = SleepMode(self._llm, runner=self._runner, swap=swap, drops_kv=engine.sleep_kv == "drop")
         self._routes = self._recorder() if model.replay_routing else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -126,18 +133,18 @@ class VllmEngine:
             transports=tuple(one for one in device_transports() if not is_sharded or "sharded" in one),
         )
         self._prove_forward_pass(Path(model.path))
+        prove_constraints(self, rollout.structured_outputs)
 
     def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")
         request_id = f"{request.rollout_id}#{self._num_submitted}"
         self._num_submitted += 1
-        prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": f"v{version}.{rollback_epoch}"}
         try:
             inputs = self._llm.input_processor.process_inputs(
                 request_id,
-                prompt,  # pyright: ignore[reportArgumentType]
-                _sampling_params(request.sampling),
+                self._prompts.prompt_of(request, salt=f"v{version}.{rollback_epoch}"),
+                sampling_params(request.sampling),
                 supported_tasks=self._llm.get_supported_tasks(),
                 lora_request=self._adapter_for(request, rollback_epoch=rollback_epoch) if self._adapters else None,
             )
@@ -185,7 +192,9 @@ class VllmEngine:
             self._adapters.is_next(order)
 
     def commit(self, recompute: Collection[str] = ()) -> Collection[str]:
+        preempted = self._sleep_mode.wake() if self._sleep_mode is not None else []
         self._weights.commit()
+        self._prompts.forget_features()
         if self._derived is not None:
             self._derived.make_anew()
         self._version = self._ordered
@@ -195,7 +204,11 @@ class VllmEngine:
         dropped = [rollout_id for rollout_id in recompute if rollout_id in goes_on]
         if dropped:
             self._drop_kv({self._requests[rollout_id] for rollout_id in dropped})
-        return dropped
+        return [*dropped, *(self._rollouts[request_id] for request_id in preempted if request_id in self._rollouts)]
+
+    def sleep(self) -> int:
+        assert self._sleep_mode is not None, "only a colocated engine sleeps"
+        return self._sleep_mode.fall_asleep()
 
     @property
     def kv_used(self) -> float | None:
@@ -230,7 +243,7 @@ class VllmEngine:
             passed.append(Sampled(rollout_ids=rollout_ids, token_ids=token_ids, logprobs=logprobs, versions=versions))
         if judged:
             passed[0] = dataclasses.replace(passed[0], prompt_logprobs=judged)
-        if ended := {output.request_id: _FINISHES[output.finish_reason] for output in outputs if output.finish_reason is not None}:
+        if ended := {output.request_id: FINISHES[output.finish_reason] for output in outputs if output.finish_reason is not None}:
             passed[-1] = self._with_ends(passed[-1], ended)
         return passed
 
@@ -283,7 +296,12 @@ class VllmEngine:
             raise ConfigError(f'engine.quantization is "int8", whose weights change over by a pointer, and here {choice}')
         if in_int8:
             return make_int8_swap(self.model, parameters, num_engines=self._num_engines), layout, f"{choice}; linear layers compute in int8"
-        if mode is SwapMode.POINTER and (swap := make_packed_swap(self.model, parameters, num_engines=self._num_engines)) is not None:
+        # A packed copy of the matrices beside them is what one copy of the weights for both phases does without.
+        if (
+            mode is SwapMode.POINTER
+            and not self._is_colocated
+            and (swap := make_packed_swap(self.model, parameters, num_engines=self._num_engines)) is not None
+        ):
             return swap, layout, f"{choice}; {swap}"
         return make_swap(mode, parameters, gathers=not captures_graphs, staging=self._staging), layout, choice
 
@@ -310,8 +328,7 @@ class VllmEngine:
 
     def _prove_forward_pass(self, folder: Path) -> None:
         """Sample one token now: a model that loads but that no kernel here can run is found at start."""
-        probe = Generate(rollout_id="probe", attempt=0, token_ids=np.zeros(1, np.int32), sampling=Sampling(max_tokens=1))
-        self.submit(probe, version=0)
+        self.submit(Generate(rollout_id="probe", attempt=0, token_ids=np.zeros(1, np.int32), sampling=Sampling(max_tokens=1)), version=0)
         try:
             while self._requests:
                 self.step()
@@ -348,7 +365,7 @@ def _load(
         **({} if on_cpu else device_options(replay_routing=model.replay_routing)),
         "async_scheduling": engine.async_scheduling,
         "disable_log_stats": True,
-        "skip_tokenizer_init": True,
+        **image_options(Path(model.path)) | constraint_options(rollout.structured_outputs),
         "logprobs_mode": "processed_logprobs",
         "seed": seed,
         **options,
@@ -371,9 +388,7 @@ def _load(
 def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, on_cpu: bool) -> int | None:
     """Size the KV cache as the preflight does, which may run on another machine; a model that tells too little gets the least."""
     plan = plan_kv(model, engine, rollout, memory_bytes=memory_bytes(), on_cpu=on_cpu)
-    if plan is None:
-        return engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)
-    return plan.cache_bytes
+    return plan.cache_bytes if plan is not None else engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)
 
 
 def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, stages_policies: bool) -> Budget | None:
@@ -383,18 +398,3 @@ def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection,
         return None
     num_parameters = sum(math.prod(shape) for shape in checkpoint_shapes(Path(model.path)).values())
     return plan_on(gpus, model, engine, rollout, num_parameters=num_parameters, stages_policies=stages_policies)
-
-
-def _sampling_params(sampling: Sampling) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=sampling.seed,
-        logprobs=0,
-        prompt_logprobs=0 if sampling.has_prompt_logprobs else None,
-        ignore_eos=sampling.ignores_ends,
-        detokenize=False,
-    )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection
 from pipelinerl.demo.sort_digits import make_model
 from pipelinerl.engine.environment import set_environment
-from pipelinerl.engine.loop import EngineLoop, Stager
+from pipelinerl.engine.loop import EngineLoop
+from pipelinerl.engine.orders import Stager
 
 if TYPE_CHECKING:  # it imports vLLM, for which the environment has to be set
     from pipelinerl.engine.vllm.engine import VllmEngine

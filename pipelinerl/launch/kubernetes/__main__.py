@@ -19,6 +19,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError, PipelineError
+from pipelinerl.launch.attempts import attempt_folder, begin_attempt, code_file
 from pipelinerl.launch.node_roles import record_roles
 from pipelinerl.launch.preflight import check as preflight
 from pipelinerl.launch.run_folder import fill
@@ -43,17 +44,18 @@ def main() -> None:
     arguments = parser.parse_args()
     node = arguments.first_node + int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
     config = Config.model_validate_json(arguments.settings.read_bytes())
-    sys.exit(run(config, arguments.run_folder, node=node))
+    sys.exit(run_pod(config, arguments.run_folder, node=node))
 
 
-def run(config: Config, run_folder: Path, *, node: int) -> int:
+def run_pod(config: Config, run_folder: Path, *, node: int) -> int:
     """Be the pod of a node; its exit code."""
     title = f"pod {os.environ.get('HOSTNAME', '-')}"
     try:
         attempt = begin(config, run_folder) if node == 0 else join(run_folder, node=node)
     except (PipelineError, OSError) as error:
         print(f"{title}, node {node}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return FAILED if node == 0 else UNFINISHED
+        # A volume that fails now may do later; what was refused stays refused.
+        return FAILED if node == 0 and isinstance(error, PipelineError) else UNFINISHED
     if attempt is not None:
         config = load_run(run_folder)
         supervisor = Supervisor(run_folder, config, config.kubernetes, attempt=attempt, node=node, title=title, address=_address)
@@ -61,7 +63,7 @@ def run(config: Config, run_folder: Path, *, node: int) -> int:
         if code == DONE and not supervisor.is_finished():
             code = UNFINISHED  # it was told to end: a Job that is to end for good is deleted
         if node == 0:
-            draft = _attempt_folder(run_folder, attempt) / f"{VERDICT}.draft"
+            draft = attempt_folder(run_folder, attempt) / f"{VERDICT}.draft"
             draft.write_text(f"{code}\n")
             draft.rename(draft.with_suffix(""))
             return code
@@ -74,18 +76,18 @@ def run(config: Config, run_folder: Path, *, node: int) -> int:
 def begin(config: Config, run_folder: Path) -> int:
     """Make the run folder ready for the next attempt, and return its number. Raises `ConfigError`."""
     if not (run_folder / "roles.json").exists():
+        if (run_folder / "ledger.sqlite").exists():
+            raise ConfigError(
+                f"{run_folder} holds a run that was begun otherwise: there is a ledger, but no roles.json. Go on with it as it was begun,"
+                " or print manifests anew, which name another folder"
+            )
         config = resolved(config)
         refuse(preflight(config))
         shutil.rmtree(run_folder, ignore_errors=True)  # one whose making was interrupted
         fill(run_folder, config)
         record_roles(config, config.kubernetes, run_folder)
-    attempt = sum(1 for _ in (run_folder / "logs").glob("attempt-*"))
-    folder = _attempt_folder(run_folder, attempt)
-    folder.mkdir()
-    for old in ("failures", "endpoints"):  # of the attempt before: who joins must wait for this one's
-        if (run_folder / old).is_dir():
-            (run_folder / old).rename(folder / f"{old}-before")
-    (folder / BEGUN).touch()
+    attempt = begin_attempt(run_folder)
+    (attempt_folder(run_folder, attempt) / BEGUN).touch()
     return attempt
 
 
@@ -97,7 +99,7 @@ def join(run_folder: Path, *, node: int, patience_s: float = FIRST_NODE_S) -> in
         if verdict in (DONE, FAILED):
             return None
         if attempt is not None and verdict is None:
-            (_attempt_folder(run_folder, attempt) / f"node-{node}.code").unlink(missing_ok=True)  # of this node's pod before
+            code_file(run_folder, attempt, node=node).unlink(missing_ok=True)  # of this node's pod before
             return attempt
         time.sleep(LOOK_EVERY_S)  # a shared file system tells nobody of a new file
     raise ConfigError(f"node 0 has begun nothing in {run_folder} for {patience_s:g} s: see the log of its pod")
@@ -108,12 +110,8 @@ def _newest(run_folder: Path) -> tuple[int | None, int | None]:
     numbers = [int(path.parent.name.removeprefix("attempt-")) for path in (run_folder / "logs").glob(f"attempt-*/{BEGUN}")]
     if not numbers:
         return None, None
-    code = _attempt_folder(run_folder, max(numbers)) / VERDICT
+    code = attempt_folder(run_folder, max(numbers)) / VERDICT
     return max(numbers), int(code.read_text()) if code.exists() else None
-
-
-def _attempt_folder(run_folder: Path, attempt: int) -> Path:
-    return run_folder / "logs" / f"attempt-{attempt}"
 
 
 def _address() -> str:

@@ -1,7 +1,7 @@
 """Config -> Kubernetes manifests: a pure function, so that what will be applied can be read, compared and kept.
 
-Indexed Jobs (batch/v1), because every cluster has them; JobSet is an addition that many lack. One Job for the nodes with GPUs, and one for
-those without, as all pods of a Job ask for the same. Pods find each other by the run folder, so that no Service is needed.
+Indexed Jobs (batch/v1), because every cluster has them; JobSet is an addition that many lack. One Job for each kind of nodes, as all pods
+of a Job ask for the same. Pods find each other by the run folder, so that no Service is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.placement import nodes_of
+from pipelinerl.launch.placement import Group, groups_of
 from pipelinerl.launch.supervisor import FAILED
 
 SETTINGS = "/etc/pipelinerl/settings.json"
@@ -31,25 +31,24 @@ def manifests(config: Config, *, name: str) -> list[dict[str, Any]]:
     named = {"name": _label(name), "namespace": section.namespace, "labels": {"app.kubernetes.io/name": "pipelinerl"}}
     settings = config.model_dump_json(indent=1)
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": named, "data": {Path(SETTINGS).name: settings}}
-    nodes = nodes_of(section)
-    jobs = [_job(config, name=name, metadata=named, first_node=0, count=nodes.num_gpu_nodes, gpus=section.gpus_per_node)]
-    if section.scorer_nodes:
-        apart = named | {"name": _label(f"{name}-scorers")}
-        jobs += [_job(config, name=name, metadata=apart, first_node=nodes.num_gpu_nodes, count=section.scorer_nodes, gpus=0)]
-    return [config_map, *jobs]
+    groups = groups_of(section, are_engines_other=bool(section.engine_pod))
+    return [config_map, *(_job(config, name=name, metadata=named, group=group) for group in groups)]
 
 
-def _job(config: Config, *, name: str, metadata: dict[str, Any], first_node: int, count: int, gpus: int) -> dict[str, Any]:
+def _job(config: Config, *, name: str, metadata: dict[str, Any], group: Group) -> dict[str, Any]:
     section = config.kubernetes
+    if group.name:
+        metadata = metadata | {"name": _label(f"{name}-{group.name}")}
     policy = [
         {"action": "Ignore", "onPodConditions": [INTERRUPTS]},
         {"action": "FailJob", "onExitCodes": {"containerName": "run", "operator": "In", "values": [FAILED]}},
     ]
     pod = {
         **section.pod,
+        **(section.engine_pod if group.name == "engines" else {}),
         "restartPolicy": "Never",  # the Job makes a new pod, elsewhere where a node is gone
         "terminationGracePeriodSeconds": section.save_s,
-        "containers": [_container(config, name=name, first_node=first_node, gpus=gpus)],
+        "containers": [_container(config, name=name, first_node=group.first_node, gpus=group.gpus)],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": section.claim}},
             {"name": "settings", "configMap": {"name": _label(name)}},
@@ -58,8 +57,8 @@ def _job(config: Config, *, name: str, metadata: dict[str, Any], first_node: int
     }
     spec = {
         "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
+        "completions": group.count,
+        "parallelism": group.count,
         "backoffLimit": section.restarts,
         "podFailurePolicy": {"rules": policy},
         "template": {"metadata": {"labels": metadata["labels"]}, "spec": pod},
@@ -96,7 +95,8 @@ def _problems(config: Config) -> list[str]:
     found = [f"kubernetes.{key} is not set: {what}" for key, what in _NEEDED.items() if not getattr(section, key)]
     if not config.run.folder.is_absolute():
         found.append(f"run.folder is {config.run.folder}: pods mount the claim there, so give it as an absolute path, for example /runs")
-    found += [f"kubernetes.pod.{key} cannot be used: `pipelinerl k8s` sets it itself" for key in section.pod if key in _OWNED]
+    for kind, pod in (("pod", section.pod), ("engine_pod", section.engine_pod)):
+        found += [f"kubernetes.{kind}.{key} cannot be used: `pipelinerl k8s` sets it itself" for key in pod if key in _OWNED]
     if config.tinker is not None:
         found.append("section tinker is for `pipelinerl serve`, which runs on one machine: leave it out")
     return found

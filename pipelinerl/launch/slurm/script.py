@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.placement import nodes_of
+from pipelinerl.launch.placement import Group, groups_of
 from pipelinerl.launch.supervisor import UNFINISHED
 
 EARLY_S = 60
@@ -36,23 +36,25 @@ OWNED = (
 
 def render(config: Config, *, run_folder: Path, python: str) -> str:
     """The script. Raises `ConfigError` for options that the script sets itself."""
-    for option in config.slurm.options:
+    section = config.slurm
+    given = [("options", option) for option in section.options] + [("engine_options", option) for option in section.engine_options]
+    for key, option in given:
         name = option.lstrip("-").partition("=")[0].partition(" ")[0]
         if not option.startswith("--") or name in OWNED:
             hint = "the script sets it itself" if name in OWNED else "an option is `--name=value`"
-            raise ConfigError(f"slurm.options: {option!r} cannot be used: {hint}")
+            raise ConfigError(f"slurm.{key}: {option!r} cannot be used: {hint}")
     return "\n".join((*_head(config, run_folder), "", *_body(config, run_folder, python), ""))
 
 
 def _head(config: Config, run_folder: Path) -> list[str]:
-    section, nodes = config.slurm, nodes_of(config.slurm)
-    is_het = bool(section.scorer_nodes)
+    section, (first, *others) = config.slurm, _components(config)
+    is_het = bool(others)
     lines = [
         "#!/usr/bin/env bash",
         f"# {config.run.name}: made by `pipelinerl slurm`; what each node runs stands in {run_folder / 'roles.json'}.",
         f"#SBATCH --job-name={config.run.name}",
-        f"#SBATCH --nodes={nodes.num_gpu_nodes if is_het else nodes.count}",
-        *_size(config, gpus=section.gpus_per_node),
+        f"#SBATCH --nodes={first.count}",
+        *_size(config, gpus=first.gpus),
         f"#SBATCH --time={section.time}",
         f"#SBATCH --output={run_folder / 'logs'}/slurm-%j.log",
         "#SBATCH --open-mode=append",
@@ -64,9 +66,15 @@ def _head(config: Config, run_folder: Path) -> list[str]:
         }[section.at_limit],
         *(f"#SBATCH {option}" for option in section.options),
     ]
-    if is_het:
-        lines += ["#SBATCH hetjob", f"#SBATCH --nodes={section.scorer_nodes}", *_size(config, gpus=0), f"#SBATCH --time={section.time}"]
+    for group in others:
+        lines += ["#SBATCH hetjob", f"#SBATCH --nodes={group.count}", *_size(config, gpus=group.gpus), f"#SBATCH --time={section.time}"]
+        lines += [f"#SBATCH {option}" for option in section.engine_options if group.name == "engines"]
     return lines
+
+
+def _components(config: Config) -> tuple[Group, ...]:
+    """The nodes by what they are asked for with; several make the job a heterogeneous one."""
+    return groups_of(config.slurm, are_engines_other=bool(config.slurm.engine_options))
 
 
 def _size(config: Config, *, gpus: int) -> list[str]:
@@ -84,12 +92,12 @@ def _size(config: Config, *, gpus: int) -> list[str]:
 
 
 def _body(config: Config, run_folder: Path, python: str) -> list[str]:
-    section = config.slurm
+    section, num_components = config.slurm, len(_components(config))
     run, interpreter = shlex.quote(str(run_folder)), shlex.quote(python)
     submit = 'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$run/job.sbatch"'
     go_on = {
         "requeue": f'echo "attempt $attempt saved; submitted again as job $({submit})"; code=0'
-        if section.scorer_nodes
+        if num_components > 1
         else 'echo "attempt $attempt saved; requeue"; scontrol requeue "$SLURM_JOB_ID"',
         "chain": 'echo "attempt $attempt saved; the next job of this name goes on"; code=0',
         "end": 'echo "attempt $attempt saved, and is not to go on by itself"; code=0',
@@ -114,7 +122,7 @@ def _body(config: Config, run_folder: Path, python: str) -> list[str]:
         'until=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)" +%s)',
         "",
         "srun --kill-on-bad-exit=1"
-        + (" --het-group=0,1" if section.scorer_nodes else "")
+        + (f" --het-group={','.join(map(str, range(num_components)))}" if num_components > 1 else "")
         + ' --output="$run/logs/attempt-$attempt/supervisor-%N-%t.log" \\',
         f'    {interpreter} -m pipelinerl.launch.slurm --run-folder "$run" --attempt "$attempt" --until "$until" &',
         "step=$!",

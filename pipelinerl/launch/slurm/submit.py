@@ -16,7 +16,7 @@ from pipelinerl.launch.slurm.script import render
 def prepare(config: Config) -> Path:
     """Make the run folder, with `job.sbatch` and `roles.json` in it, and return the script's path."""
     render(config, run_folder=config.run.folder, python=sys.executable)  # what is refused leaves no folder behind
-    check_gpus(config, config.slurm, key="slurm.gpus_per_node")
+    check_gpus(config, config.slurm, key="slurm")
     run_folder = make_run_folder(config).absolute()
     record_roles(config, config.slurm, run_folder)
     script = run_folder / "job.sbatch"

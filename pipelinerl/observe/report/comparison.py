@@ -17,6 +17,7 @@ from pipelinerl.observe.report.diagnosis import Diagnosis, diagnose
 from pipelinerl.observe.report.figures import generated_rate, rolling_mean
 from pipelinerl.observe.report.headline import Headline, headline
 from pipelinerl.observe.report.listings import Cell, Table, flat, written
+from pipelinerl.observe.report.measures import Measures
 from pipelinerl.observe.report.page import render, write_whole
 from pipelinerl.observe.report.plots import COLOURS, Figure, Line, Point, time_unit
 from pipelinerl.observe.report.reading import Tables, has_journal, read_tables
@@ -37,14 +38,16 @@ class Run:
     diagnosis: Diagnosis
 
 
-def write_comparison(run_folders: Sequence[Path], *, path: Path) -> Path:
-    """Write the page. Raises `DataError` for fewer than two runs, too many, or a folder without a journal."""
+def write_comparison(run_folders: Sequence[Path], *, path: Path, modes: Table | None = None) -> Path:
+    """Write the page, of runs in several modes with their table. Raises `DataError` for fewer than two runs, too many, or a folder without
+    a journal.
+    """
     if not 2 <= len(run_folders) <= len(COLOURS):
         raise DataError(f"{len(run_folders)} runs named; a comparison is of two to {len(COLOURS)}")
-    return write_whole(path, comparison([read_tables(folder) for folder in map(has_journal, run_folders)]))
+    return write_whole(path, comparison([read_tables(folder) for folder in map(has_journal, run_folders)], modes=modes))
 
 
-def comparison(all_tables: Sequence[Tables]) -> str:
+def comparison(all_tables: Sequence[Tables], *, modes: Table | None = None) -> str:
     """The page as text."""
     runs = [
         Run(name=name, colour=colour, tables=tables, numbers=headline(tables), diagnosis=diagnose(tables))
@@ -54,6 +57,7 @@ def comparison(all_tables: Sequence[Tables]) -> str:
         "comparison.html",
         title=" and ".join(run.name for run in runs),
         runs=runs,
+        modes=modes,
         numbers=_numbers(runs),
         curves=_curves(runs),
         times=_times(runs),
@@ -75,7 +79,7 @@ _NUMBERS: tuple[_Number, ...] = (
     ("optimizer steps", lambda run: float(run.numbers.num_steps_done), whole),
     ("samples trained", lambda run: run.numbers.num_samples, whole),
     ("seconds at work", lambda run: _worked_s(run.tables), duration),
-    ("samples per second", lambda run: _per_second(run), quantity),
+    ("samples per second", lambda run: per_second(run.tables, run.numbers.measured), quantity),
     ("generated tokens per second", lambda run: run.numbers.generated_tokens_per_s, quantity),
     ("trained tokens per second", lambda run: run.numbers.trained_tokens_per_s, quantity),
     ("useful tokens per second", lambda run: run.numbers.useful_tokens_per_s, quantity),
@@ -102,11 +106,11 @@ def _worked_s(tables: Tables) -> float | None:
     return None if tables.ended is None or tables.worked_from is None else tables.ended - tables.worked_from
 
 
-def _per_second(run: Run) -> float | None:
-    measured = run.numbers.measured
+def per_second(tables: Tables, measured: Measures | None) -> float | None:
+    """Return the samples trained per second in the steady stretch."""
     if measured is None:
         return None
-    samples = counters.total(step.num_samples for step in run.tables.steps if measured.first_step <= step.step <= measured.last_step)
+    samples = counters.total(step.num_samples for step in tables.steps if measured.first_step <= step.step <= measured.last_step)
     return None if samples is None else samples / measured.window_s
 
 

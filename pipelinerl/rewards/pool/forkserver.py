@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import select
@@ -26,6 +27,7 @@ import traceback
 from pathlib import Path
 
 from pipelinerl.data.tokenizer import Codec
+from pipelinerl.engine.tool_parser import parser_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Message
 from pipelinerl.rewards.calls import PACKET_BYTES, STACK_CHARACTERS, Ended, Kill, Prepared, Refused, Setup, Spawn, ToForkServer
@@ -76,6 +78,7 @@ class ForkServer:
         assert isinstance(setup, Setup), f"first message is {type(setup).__name__}, expected Setup"
         try:
             codec = load_codec(Path(setup.model_path))
+            codec = dataclasses.replace(codec, calls=parser_of(setup.chat.get("tool_call_parser"), codec.tokenizer, ends=codec.ends))
         except ConfigError as error:
             self._send(Refused(error=str(error)))
             return

@@ -1,9 +1,9 @@
 """Long-lived connections of two: whoever needs something calls the process that has it, and both keep the channel for the next time.
 
-A process that serves listens at a *place*; what is asked for travels through its rendezvous store (CURVE), the bytes through a channel of
-gloo or NCCL (`point_to_point.Connect`) that only the two are in. Each caller is answered by a thread of its own, so a dead or slow one
-holds up nobody else, and every wait has a deadline. A channel on which anything failed is dropped at both ends, and the next call makes
-another one.
+A process that serves listens at a *place*. Words travel through its rendezvous store (CURVE): what is asked for, and the answer, in one
+round. Bytes travel through a channel of gloo or NCCL (`point_to_point.Connect`) that only the two are in, and nothing else does. Each
+caller's bytes are sent by a thread of its own, so a dead or slow one holds up nobody else, and every wait has a deadline. A channel on
+which anything failed is dropped at both ends, and the next call makes another one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ import secrets
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.runtime.network import address_towards
-from pipelinerl.transport.rendezvous import RendezvousClient, RendezvousServer
-from pipelinerl.weights.point_to_point import BYE, ENGINE, TRAINER, Channel, Connect
+from pipelinerl.transport.rendezvous import Operation, Question, RendezvousClient, RendezvousServer
+from pipelinerl.weights.point_to_point import ENGINE, TRAINER, Channel, Connect
 from pipelinerl.weights.rendezvous_store import RendezvousStore
+
+MAX_BYTES = 64 << 20
+"""Of one message: a manifest, or a list of pieces, of some hundred thousand tensors."""
+_DROPPED = b""
+"""The answer to a caller whose channel is not there any more."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,15 +47,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One request."""
 
-    kind: Literal["route", "manifest", "shard", "relay"]
-    number: int = 0
+    kind: Literal["route", "policy"]
+    number: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Of the weight buffer."""
-    target: int = 0
+    target: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Rank of the engine."""
-    known: str = ""
-    """Digest of the list of pieces that the caller has from an earlier time."""
     policy: str = ""
-    """Digest of the weight buffer's name, for a relay."""
+    """Digest of the weight buffer's name: what an engine rank is asked for."""
     layout: str = ""
     """Digest of the caller's parts: engine ranks with the same ones may relay to each other."""
     place: Place | None = None
@@ -59,13 +61,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     failed: tuple[Place, ...] = ()
     """Engine ranks that could not relay to the caller."""
     caller: str = ""
-    """The caller's name for the channel, or for the answer."""
+    """The caller's name for its channel, or for the answer."""
     is_new: bool = True
     """The caller has no channel of this name yet."""
 
 
 class Server:
-    """Answers calls. `answer` talks to one caller over its channel; `route` answers in a few words through the store."""
+    """Answers calls, in words, and then in bytes by a thread of the caller's own."""
 
     def __init__(
         self,
@@ -74,41 +76,46 @@ class Server:
         who: str,
         address: str,
         deadline_s: float,
-        answer: Callable[[Ask, Channel], None],
-        route: Callable[[Ask], bytes] = lambda ask: b"",
+        words: Callable[[Ask], bytes | None],
+        send: Callable[[Ask, Channel, bytes | None, Callable[[bytes], None]], None],
     ) -> None:
-        """Raises `WeightsError` where nobody may listen on `address`."""
-        self._connect, self._answer, self._route = connect, answer, route
+        """`words` are what can be said at once, in the one thread of the store: it must not wait. `send` sends the bytes that were asked
+        for; it is given what was said, and where that was nothing (None) the way to say it. Words are never empty.
+
+        Raises `WeightsError` where nobody may listen on `address`.
+        """
+        self._connect, self._words, self._send = connect, words, send
         self._deadline = timedelta(seconds=deadline_s)
+        self._decoder = msgspec.json.Decoder(Ask)
+        self._callers: dict[str, queue.SimpleQueue[tuple[Ask, bytes | None] | None]] = {}
+        self._busy: dict[str, Channel] = {}
+        """Channels to callers that are being answered."""
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         token = secrets.token_hex(16)
         try:
-            self._server = RendezvousServer(address, token)
+            self._server = RendezvousServer(address, token, on_call=self._take, max_bytes=MAX_BYTES)
         except OSError as error:
             raise WeightsError(f"cannot offer weights on weights.address = {address!r}: {error.strerror}") from None
         self.place = Place(who=who, address=address, port=self._server.port, token=token)
         self._client = RendezvousClient(address, self._server.port, token)
-        self._callers: dict[str, queue.SimpleQueue[Ask | None]] = {}
-        self._channels: dict[str, Channel] = {}
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._is_closed = threading.Event()
-        self._start(self._accept)
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Give `value` to whoever asks for it by `Line.get`, now or later."""
+        self._server.set(key, value)
 
     def hang_up(self) -> None:
-        """Hang up on every caller; each may call again."""
+        """Hang up on the callers that are being answered; each may call again. Those that have their answer keep their channels."""
         with self._lock:
-            channels, self._channels = dict(self._channels), {}
-            callers = dict(self._callers)
-        for channel in channels.values():
+            busy = list(self._busy.values())
+        for channel in busy:
             channel.abort()
-        for caller in channels.keys() & callers.keys():
-            callers[caller].put(None)
 
     def close(self) -> None:
         """Hang up and stop; safe to repeat."""
         if not self._is_closed.is_set():
             self._is_closed.set()
-            self._server.calls.put(BYE)
             with self._lock:
                 callers = list(self._callers.values())
             for waiting in callers:
@@ -119,97 +126,104 @@ class Server:
             self._client.close()
             self._server.close()
 
-    def _start(self, work: Callable[..., None], *arguments: object) -> None:
-        # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=work, args=arguments, name="shards"))
-        self._threads[-1].start()
+    def _take(self, call: bytes) -> None:
+        """Begin to answer a call. Raises `msgspec.DecodeError` or `ValueError` where it is none."""
+        ask = self._decoder.decode(call)
+        words = self._words(ask)
+        if ask.kind == "policy" and not self._hand_over(ask, words):
+            words = _DROPPED
+        if words is not None:
+            self._server.set(f"{ask.caller}/answer", words)
 
-    def _accept(self) -> None:
-        decoder = msgspec.json.Decoder(Ask)
-        while (call := self._server.calls.get()) != BYE:
-            with contextlib.suppress(msgspec.DecodeError, ValueError):  # who knows the token says nothing else
-                self._take(decoder.decode(call))
-
-    def _take(self, ask: Ask) -> None:
-        if ask.kind == "route":
-            RendezvousStore(self._client, timeout=self._deadline).set(f"{ask.caller}/route", self._route(ask))
-            return
+    def _hand_over(self, ask: Ask, words: bytes | None) -> bool:
+        """Have the caller's thread send; tell whether there is one."""
         with self._lock:
             waiting = self._callers.get(ask.caller)
-            if waiting is None and ask.is_new:
+            if waiting is None and ask.is_new and not self._is_closed.is_set():
                 waiting = self._callers[ask.caller] = queue.SimpleQueue()
-                self._start(self._serve, ask.caller, waiting)
-            if waiting is not None:  # else it was dropped here, and the caller sees that by itself
-                waiting.put(ask)
+                # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._threads.append(threading.Thread(target=self._serve, args=(ask.caller, waiting), name="shards"))
+                self._threads[-1].start()
+        if waiting is not None:
+            waiting.put((ask, words))
+        return waiting is not None
 
-    def _serve(self, caller: str, waiting: queue.SimpleQueue[Ask | None]) -> None:
+    def _serve(self, caller: str, waiting: queue.SimpleQueue[tuple[Ask, bytes | None] | None]) -> None:
         store = RendezvousStore(self._client, timeout=self._deadline)
+        channel = None
         try:
             with contextlib.suppress(RuntimeError):  # the caller says what went wrong
                 channel = self._connect(store, caller, TRAINER, address=self.place.address, deadline=self._deadline)
-                with self._lock:
-                    self._channels[caller] = channel
-                while (ask := waiting.get()) is not None and not self._is_closed.is_set():
-                    self._answer(ask, channel)
+                while (asked := waiting.get()) is not None and not self._is_closed.is_set():
+                    with self._lock:
+                        self._busy[caller] = channel
+                    self._send(asked[0], channel, asked[1], lambda words: self._server.set(f"{caller}/answer", words))
+                    with self._lock:
+                        del self._busy[caller]
         finally:
             with self._lock:
                 self._callers.pop(caller, None)
-                channel = self._channels.pop(caller, None)
+                self._busy.pop(caller, None)
             if channel is not None:
                 channel.abort()
             self._server.forget(f"{caller}/")
 
 
 class Line:
-    """The calling end: one channel to one place, made when first needed."""
+    """The calling end: one channel to one place, made when first needed. What goes wrong is a `RuntimeError` or a `PeerError`."""
 
     def __init__(self, place: Place, connect: Connect, *, deadline_s: float) -> None:
         self.place = place
         self._connect = connect
-        self._deadline = timedelta(seconds=deadline_s)
-        self._client = RendezvousClient(place.address, place.port, place.token)
-        self._store = RendezvousStore(self._client, timeout=self._deadline)
+        self._deadline_s = deadline_s
+        self._client = RendezvousClient(place.address, place.port, place.token, max_bytes=MAX_BYTES)
+        self._store = RendezvousStore(self._client, timeout=timedelta(seconds=deadline_s))
         self._caller = ""
-        self._asked = Ask(kind="route")
+        self._asked = Ask(kind="policy")
+        self._question: Question | None = None
         self._channel: Channel | None = None
 
-    def ask(self, ask: Ask) -> None:
-        """Ask for something; `begin` receives the beginning of the answer. Raises `RuntimeError`."""
-        self._asked = ask
-        if self._channel is not None:
-            self._call(msgspec.structs.replace(ask, is_new=False))
-
-    def begin(self, first: torch.Tensor) -> Channel:
-        """Receive the beginning of the answer; a channel kept from earlier may be gone, then over another one. Raises `RuntimeError`."""
-        if self._channel is not None:
-            try:
-                self._channel.receive(first)
-                return self._channel
-            except RuntimeError:
-                self.drop()
-        self._caller = secrets.token_hex(8)
-        self._call(self._asked)
-        try:
-            self._channel = self._connect(
-                self._store, self._caller, ENGINE, address=address_towards(self.place.address, self.place.port), deadline=self._deadline
-            )
-            self._channel.receive(first)
-        except BaseException:
-            self.drop()
-            raise
-        return self._channel
+    def get(self, key: str) -> bytes:
+        """What is published there under a key."""
+        return self._client.ask(Operation.GET, key, timeout_s=self._deadline_s)
 
     def route(self, ask: Ask) -> bytes:
-        """Ask for a few words. Raises `RuntimeError`."""
-        caller = secrets.token_hex(8)
-        self._store.call(msgspec.json.encode(msgspec.structs.replace(ask, caller=caller)).decode())
-        answer = self._store.get(f"{caller}/route")
-        self._store.delete_key(f"{caller}/route")
-        return answer
+        """Ask for a few words."""
+        return self._call(ask, caller=secrets.token_hex(8)).answer(self._deadline_s)
+
+    def ask(self, ask: Ask) -> None:
+        """Ask for a policy; `answer` waits for what is said of it."""
+        self._asked = ask
+        if self._channel is None:
+            self._caller = secrets.token_hex(8)
+        self._question = self._call(msgspec.structs.replace(ask, is_new=self._channel is None), caller=self._caller)
+
+    def answer(self, *, timeout_s: float | None = None) -> tuple[bytes, Channel]:
+        """The answer in words, and the channel of its bytes: the one from earlier, or another where the peer has dropped that."""
+        if is_new := self._channel is None:
+            self._channel = self._connect(
+                self._store,
+                self._caller,
+                ENGINE,
+                address=address_towards(self.place.address, self.place.port),
+                deadline=timedelta(seconds=self._deadline_s),
+            )
+        question, self._question = self._question, None
+        assert question is not None, "it was asked"
+        if (words := question.answer(timeout_s or self._deadline_s)) != _DROPPED:
+            return words, self._channel
+        self.drop()
+        if is_new:
+            raise RuntimeError("it is about to end")
+        self.ask(self._asked)
+        return self.answer(timeout_s=timeout_s)
 
     def drop(self) -> None:
         """Hang up; the next call makes another channel."""
+        if self._question is not None:
+            self._question.drop()
+            self._question = None
         if self._channel is not None:
             self._channel.abort()
             self._channel = None
@@ -219,5 +233,6 @@ class Line:
         self.drop()
         self._client.close()
 
-    def _call(self, ask: Ask) -> None:
-        self._store.call(msgspec.json.encode(msgspec.structs.replace(ask, caller=self._caller)).decode())
+    def _call(self, ask: Ask, *, caller: str) -> Question:
+        call = msgspec.json.encode(msgspec.structs.replace(ask, caller=caller))
+        return self._client.begin(Operation.CALL, f"{caller}/answer", value=call)

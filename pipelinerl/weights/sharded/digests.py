@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-import torch
+import numpy as np
 import xxhash
 
 from pipelinerl.messages import Tensor
@@ -18,26 +19,30 @@ from pipelinerl.weights.manifest import DigestKind, Manifest, Proof
 from pipelinerl.weights.sharded.plan import Piece
 
 NUM_BYTES = 16
-"""Of one digest on the wire, little-endian."""
+"""Of one digest."""
 _MODULUS = 1 << 128
 
 Sums = Mapping[str, int]
 """By tensor: the sum of the digests of pieces."""
 
 
-def digest_of_piece(piece: Piece, data: torch.Tensor) -> int:
-    """The digest of a piece's bytes, [bytes] uint8 of the host's memory. Other threads run on meanwhile."""
-    seed = xxhash.xxh3_64_intdigest(f"{piece.name} {piece.box}".encode())
-    return xxhash.xxh3_128_intdigest(data.numpy().data, seed=seed)
+def seed_of(piece: Piece) -> int:
+    """What makes a piece's digest that of its place, too; the same for every policy."""
+    return xxhash.xxh3_64_intdigest(f"{piece.name} {piece.box}".encode())
 
 
-def add_up(digests: Iterable[tuple[Piece, int]]) -> dict[str, int]:
+def digest_of(data: np.ndarray[Any, Any], *, seed: int) -> bytes:
+    """The digest of a piece's bytes, contiguous in the host's memory: [NUM_BYTES]. Other threads run on meanwhile."""
+    return xxhash.xxh3_128_digest(data.data, seed=seed)
+
+
+def add_up(digests: Iterable[tuple[Piece, bytes]]) -> dict[str, int]:
     """Add up the digests of the pieces that count, by tensor."""
     sums: collections.defaultdict[str, int] = collections.defaultdict(int)
     for piece, digest in digests:
         if piece.is_counted:
-            sums[piece.name] = (sums[piece.name] + digest) % _MODULUS
-    return dict(sums)
+            sums[piece.name] += int.from_bytes(digest)
+    return {name: digest % _MODULUS for name, digest in sums.items()}
 
 
 def add_ranks(ranks: Iterable[Sums]) -> dict[str, int]:

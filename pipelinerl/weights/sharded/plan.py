@@ -41,6 +41,20 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Within its bucket, or its rank's weight buffer."""
 
 
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer says of a policy that it is about to send."""
+
+    version: int = -1
+    """Negative: it has none to send."""
+    pieces: str = ""
+    """Digest of the list of pieces, under which the peer publishes that."""
+    digests: bytes = b""
+    """Of every piece, in the order of the list."""
+
+
+NOTHING = msgspec.msgpack.encode(Header())
+
+
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     """Pieces that are sent at once."""
 

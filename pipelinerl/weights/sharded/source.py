@@ -15,15 +15,12 @@ import msgspec
 import torch
 
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.manifest import digest_of
+from pipelinerl.weights import manifest
 from pipelinerl.weights.point_to_point import DEADLINE_S, Channel, Connect
 from pipelinerl.weights.sharded.connections import Ask, Place, Server
-from pipelinerl.weights.sharded.digests import NUM_BYTES, add_up, digest_of_piece
-from pipelinerl.weights.sharded.plan import Piece, SourcePlan, num_bytes_of
+from pipelinerl.weights.sharded.digests import add_up, digest_of, seed_of
+from pipelinerl.weights.sharded.plan import NOTHING, Header, Piece, SourcePlan, num_bytes_of
 from pipelinerl.weights.throttle import throttle
-
-NOTHING = -1
-"""Stands for a version where a weight buffer holds none."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +36,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 class _Held:
     memory: torch.Tensor
     """[plan.num_bytes] uint8."""
-    version: int = NOTHING
-    digests: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By the first byte of each piece."""
+    headers: tuple[bytes, ...] = ()
+    """What each engine rank is told of the policy in it; none where it holds none."""
 
 
 class ShardSource:
@@ -60,14 +56,15 @@ class ShardSource:
         self._rank = rank
         self._reserve = reserve
         self._held: dict[int, _Held] = {}
-        self._manifests: dict[int, bytes] = {}
         self._plan = SourcePlan(pieces=(), num_bytes=0, buckets=())
         self._tensors: dict[str, Tensor] = {}
-        self._lists: tuple[bytes, ...] = ()
-        """By engine rank: its buckets, encoded."""
+        self._seeds: tuple[int, ...] = ()
+        """Of the digest of each piece."""
+        self._lists: tuple[str, ...] = ()
+        """By engine rank: the digest under which the list of its buckets is published."""
         self._routes = _Routes()
         self._server = Server(
-            connect, who=f"trainer rank {rank}", address=address, deadline_s=deadline_s, answer=self._answer, route=self._routes.answer
+            connect, who=f"trainer rank {rank}", address=address, deadline_s=deadline_s, words=self._words, send=self._send
         )
         self.place = self._server.place
         self.num_sent = 0
@@ -76,7 +73,11 @@ class ShardSource:
     def follow(self, plan: SourcePlan, layout: Sequence[Tensor]) -> None:
         """Send by this plan from now on."""
         self._plan, self._tensors = plan, {tensor.name: tensor for tensor in layout}
-        self._lists = tuple(msgspec.json.encode(buckets) for buckets in plan.buckets)
+        self._seeds = tuple(seed_of(piece) for piece in plan.pieces)
+        lists = [msgspec.json.encode(buckets) for buckets in plan.buckets]
+        self._lists = tuple(manifest.digest_of(encoded) for encoded in lists)
+        for digest, encoded in zip(self._lists, lists, strict=True):
+            self._server.publish(f"pieces/{digest}", encoded)
 
     def lead(self, sources: Sequence[Place], plans: Sequence[SourcePlan]) -> None:
         """Say to engine ranks where to take policies: at these places of the trainer's ranks."""
@@ -93,7 +94,7 @@ class ShardSource:
     def views(self, number: int) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Each piece, and where its values go; what the weight buffer held before is not sent any more."""
         held = self._held[number]
-        held.version = NOTHING
+        held.headers = ()
         for piece, data in self._pieces(held):
             dtype = getattr(torch, self._tensors[piece.name].dtype)
             yield piece, data.view(dtype).view([end - first for first, end in piece.box])
@@ -101,17 +102,25 @@ class ShardSource:
     def seal(self, number: int, version: int) -> dict[str, int]:
         """Make what was written readable as `version`; return this rank's sums (`digests.Sums`)."""
         held = self._held[number]
-        found = []
-        for piece, data in self._pieces(held):
-            found.append((piece, digest_of_piece(piece, data)))
+        found: dict[int, bytes] = {}
+        for (piece, data), seed in zip(self._pieces(held), self._seeds, strict=True):
+            found[piece.first_byte] = digest_of(data.numpy(), seed=seed)
             throttle()
-        held.digests = {piece.first_byte: digest for piece, digest in found}
-        held.version = version
-        return add_up(found)
+        held.headers = tuple(
+            msgspec.msgpack.encode(
+                Header(
+                    version=version,
+                    pieces=digest,
+                    digests=b"".join(found[bucket.first_byte + piece.first_byte] for bucket in buckets for piece in bucket.pieces),
+                )
+            )
+            for digest, buckets in zip(self._lists, self._plan.buckets, strict=True)
+        )
+        return add_up((piece, found[piece.first_byte]) for piece in self._plan.pieces)
 
     def offer(self, number: int, encoded: bytes) -> None:
         """Give out this encoded manifest for a weight buffer that all ranks have sealed; rank 0 calls it."""
-        self._manifests[number] = encoded
+        self._server.publish(f"manifest/{number}", encoded)
         self._routes.forget(number)
 
     def close(self) -> None:
@@ -123,35 +132,22 @@ class ShardSource:
             size = num_bytes_of(piece, self._tensors[piece.name])
             yield piece, held.memory[piece.first_byte : piece.first_byte + size]
 
-    def _answer(self, ask: Ask, channel: Channel) -> None:
-        if ask.kind == "manifest":
-            encoded = self._manifests.get(ask.number, b"")
-            channel.send(numbers(len(encoded)))
-            send_bytes(channel, encoded)
-        else:
-            self._send_shard(ask, channel)
-        channel.receive(numbers(0))  # all of it has arrived
-
-    def _send_shard(self, ask: Ask, channel: Channel) -> None:
+    def _words(self, ask: Ask) -> bytes:
+        if ask.kind == "route":
+            return self._routes.answer(ask)
         held = self._held.get(ask.number)
-        buckets = self._plan.buckets[ask.target] if ask.target < len(self._plan.buckets) else ()
-        if held is None or held.version == NOTHING or not buckets:
-            channel.send(numbers(NOTHING, 0))
+        sends = held is not None and ask.target < len(held.headers) and bool(self._plan.buckets[ask.target])
+        return held.headers[ask.target] if held is not None and sends else NOTHING
+
+    def _send(self, ask: Ask, channel: Channel, said: bytes | None, say: Callable[[bytes], None]) -> None:
+        if said == NOTHING:
             return
-        encoded = self._lists[ask.target]
-        is_known = ask.known == digest_of(encoded)
-        channel.send(numbers(held.version, 0 if is_known else len(encoded)))
-        send_bytes(channel, b"" if is_known else encoded)
-        send_bytes(
-            channel,
-            b"".join(
-                held.digests[bucket.first_byte + piece.first_byte].to_bytes(NUM_BYTES, "little")
-                for bucket in buckets
-                for piece in bucket.pieces
-            ),
-        )
-        for bucket in buckets:
-            channel.send(held.memory[bucket.first_byte : bucket.first_byte + bucket.num_bytes])
+        buckets, memory = self._plan.buckets[ask.target], self._held[ask.number].memory
+        under_way = [
+            channel.begin_send(memory[bucket.first_byte : bucket.first_byte + bucket.num_bytes]) for bucket in buckets
+        ]  # all at once: they lie there already, and each is taken when the caller has room for it
+        for bucket, sent in zip(buckets, under_way, strict=True):
+            sent()
             self.num_sent += bucket.num_bytes
 
 
@@ -179,21 +175,3 @@ class _Routes:
             if ask.place is not None:
                 chain.append(ask.place)
         return msgspec.json.encode(Route(sources=sources, upstream=upstream))
-
-
-def numbers(*values: int) -> torch.Tensor:
-    """Numbers to send, or to receive into: int64."""
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def send_bytes(channel: Channel, data: bytes) -> None:
-    """Send bytes whose number the other end knows."""
-    if data:
-        channel.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def receive_bytes(channel: Channel, count: int) -> bytes:
-    """Receive so many bytes."""
-    received = torch.zeros(count, dtype=torch.uint8)
-    channel.receive(received)
-    return received.numpy().tobytes()

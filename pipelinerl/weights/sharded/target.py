@@ -1,36 +1,36 @@
 """An engine rank's end: it takes its own shard of a policy, from the trainer's ranks or from another engine's rank with the same shard.
 
-It holds its shard and two buckets, never more: while one bucket is received, the one before is checked and put in its place. Pieces that
-lie in one run in the shard are received there, without a bucket. Every piece must have the digest that its sender took of it, and the sums
-of them are what the engine compares with the manifest (`digests`).
+It holds its shard and room for two buckets, never more: while some arrive, those before are checked and put in their places. Pieces that
+lie in one run in the shard are received there, and need no room. Every piece must have the digest that its sender took of it, and the
+sums of them are what the engine compares with the manifest (`digests`).
 """
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
-from pipelinerl.errors import WeightsError
+from pipelinerl.errors import PeerError, WeightsError
 from pipelinerl.runtime.network import address_towards
-from pipelinerl.weights.base import view_of
 from pipelinerl.weights.manifest import Manifest, digest_of, open_manifest
 from pipelinerl.weights.point_to_point import DEADLINE_S, Channel, Connect
 from pipelinerl.weights.reshard import Part
+from pipelinerl.weights.sharded import digests
 from pipelinerl.weights.sharded.connections import Ask, Line, Place
-from pipelinerl.weights.sharded.digests import NUM_BYTES, add_up, digest_of_piece
-from pipelinerl.weights.sharded.plan import BUCKET_BYTES, Bucket, Piece
-from pipelinerl.weights.sharded.relay import Arriving, Relay, Spot, spot_of
-from pipelinerl.weights.sharded.source import NOTHING, Route, numbers, receive_bytes
+from pipelinerl.weights.sharded.digests import NUM_BYTES, add_up
+from pipelinerl.weights.sharded.plan import BUCKET_BYTES, Bucket, Header, Piece
+from pipelinerl.weights.sharded.relay import Arriving, Bytes, Pieces, Relay, Spot, spot_of
+from pipelinerl.weights.sharded.ring import Ring
+from pipelinerl.weights.sharded.source import Route
 from pipelinerl.weights.throttle import throttle
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,29 @@ def name_of(place: Place, number: int, *, carrier: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Incoming:
-    """A bucket that is under way."""
+class _Bucket:
+    """What one peer sends at once."""
 
-    place: Place
-    channel: Channel
+    peer: int
+    """Which one, of those that send."""
     num_bytes: int
     spots: tuple[Spot, ...]
-    digests: tuple[int, ...]
+    """The pieces that are whole once it is there."""
+    first_byte: int | None
+    """Where it goes as one run of the shard; None: its pieces lie one after the other, aligned, and are put in their places."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    """How a shard arrives: the same for every policy from the same peers."""
+
+    lists: tuple[str, ...]
+    """By peer: the digest of its list of pieces."""
+    spots: tuple[tuple[Spot, ...], ...]
+    """By peer, in the order of its list."""
+    buckets: tuple[_Bucket, ...]
+    """In the order in which they are received."""
+    pieces: Pieces
 
 
 class ShardTarget:
@@ -80,9 +95,10 @@ class ShardTarget:
         self._bucket_bytes = bucket_bytes
         self._layout = digest_of(msgspec.json.encode([[(part.box, part.tensor) for part in parts[name]] for name in sorted(parts)]))
         self._num_bytes = max((part.tensor.offset_bytes + part.tensor.num_bytes for held in parts.values() for part in held), default=0)
-        self._buckets: list[torch.Tensor] = []
-        self._lists: dict[str, tuple[str, list[tuple[Bucket, tuple[Spot, ...]]]]] = {}
-        """By whom they come from: the digest of the list of pieces, and the list."""
+        self._room: Ring | None = None
+        """Of two buckets, once needed."""
+        self._deliveries: dict[bool, _Delivery] = {}
+        """From the trainer's ranks, and from another engine's."""
         self._lines: dict[str, Line] = {}
         self._relay: Relay | None = None
 
@@ -95,13 +111,8 @@ class ShardTarget:
         """Fetch the manifest of a weight buffer. Raises `WeightsError` unless it is the one that was announced."""
         place, number = self._parse(name)
         try:
-            size = numbers(0)
-            self._line(place).ask(Ask(kind="manifest", number=number))
-            channel = self._line(place).begin(size)
-            encoded = receive_bytes(channel, int(size))
-            channel.send(numbers(0))
-        except (RuntimeError, OSError) as error:
-            self._line(place).drop()
+            encoded = self._line(place).get(f"manifest/{number}")
+        except PeerError as error:
             raise _lost(place, error) from error
         return open_manifest(encoded, digest=digest, name=f"{place}, number {number}")
 
@@ -118,7 +129,7 @@ class ShardTarget:
         while True:
             try:
                 answer = self._line(place).route(msgspec.structs.replace(ask, failed=failed))
-            except (RuntimeError, OSError) as error:
+            except PeerError as error:
                 raise _lost(place, error) from error
             route = msgspec.json.decode(answer, type=Route)
             try:
@@ -128,12 +139,6 @@ class ShardTarget:
                     raise
                 log.warning("%s takes a policy from the trainer, because another engine did not pass it on: %s", self._who, error)
                 failed += (route.upstream,)
-
-    def let_go(self) -> None:
-        """Give back the memory of buckets, and pass nothing on any more; the connections stay."""
-        self._buckets = []
-        if self._relay is not None:
-            self._relay.withdraw()
 
     def close(self) -> None:
         """Hang up on everybody; safe to repeat."""
@@ -145,155 +150,147 @@ class ShardTarget:
     def _take(self, ask: Ask, route: Route, shard: torch.Tensor) -> tuple[int, dict[str, int]]:
         """Receive everything, and hang up on everybody where anything failed: nobody knows then where a channel stands."""
         assert self._relay is not None
-        places = (route.upstream,) if route.upstream is not None else route.sources
+        peers = _rotated(route.sources, self._rank) if route.upstream is None else [route.upstream]
         try:
-            if route.upstream is not None:
-                version, order = self._from_engine(ask, route.upstream, shard)
-            else:
-                version, order = self._from_trainer(ask, route.sources)
-            spots = [spot for incoming in order for spot in incoming.spots]
-            digests = [digest for incoming in order for digest in incoming.digests]
-            self._check_whole(spots)
-            self._relay.begin(Arriving(policy=ask.policy, version=version, memory=shard, spots=spots, digests=digests))
-            with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shards") as thread:
-                try:
-                    self._receive(order, shard, thread) if route.upstream is None else self._receive_run(order[0], shard, thread)
-                except BaseException:
-                    self._drop(places)  # at once: the thread waits for one of them
-                    raise
-            for channel in {id(incoming.channel): incoming.channel for incoming in order}.values():
-                channel.send(numbers(0))
+            answers = self._ask(ask, peers)
+            version, *others = {header.version for header, _ in answers}
+            if others:
+                held = ", ".join(f"{peer}: {header.version}" for peer, (header, _) in zip(peers, answers, strict=True))
+                raise WeightsError(f"the trainer's ranks hold different policies: {held}")
+            delivery = self._delivery(peers, [header.pieces for header, _ in answers], is_relayed=route.upstream is not None)
+            proofs = _proofs(delivery, [header for header, _ in answers])
+            self._relay.begin(Arriving(policy=ask.policy, version=version, memory=shard, pieces=delivery.pieces, digests=proofs))
+            self._receive(delivery, [channel for _, channel in answers], peers, proofs, shard)
         except BaseException as error:
             self._relay.withdraw()
-            self._drop(places)
+            for peer in peers:
+                self._line(peer).drop()
             if isinstance(error, RuntimeError | OSError):
-                raise _lost(places[0], error) from error
+                raise _lost(peers[0], error) from error
             raise
-        return version, add_up((spot.piece, digest) for spot, digest in zip(spots, digests, strict=True))
+        return version, add_up((spot.piece, proof) for spot, proof in proofs.items())
 
-    def _from_trainer(self, ask: Ask, sources: Sequence[Place]) -> tuple[int, list[_Incoming]]:
-        """Ask every trainer rank; return the version, and the buckets in the order in which they are received.
-
-        The ranks take turns, and each engine rank begins with another one: so no trainer rank is asked by all at once.
-        """
-        streams: list[list[_Incoming]] = []
-        versions: dict[Place, int] = {}
-        for place in sources:  # all at once: each answers in a thread of its own
-            self._ask(ask, "shard", place)
-        for place in _rotated(sources, self._rank):
-            versions[place], buckets, channel, digests = self._begin(place, list[Bucket])
-            streams.append(
-                [
-                    _Incoming(
-                        place=place,
-                        channel=channel,
-                        num_bytes=bucket.num_bytes,
-                        spots=spots,
-                        digests=tuple(itertools.islice(digests, len(spots))),
-                    )
-                    for bucket, spots in buckets
-                ]
-            )
-        if len(set(versions.values())) > 1:
-            raise WeightsError(f"the trainer's ranks hold different policies: {', '.join(f'{who}: {v}' for who, v in versions.items())}")
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*streams))
-        return next(iter(versions.values())), [incoming for incoming in turns if incoming is not None]
-
-    def _from_engine(self, ask: Ask, upstream: Place, shard: torch.Tensor) -> tuple[int, list[_Incoming]]:
-        self._ask(ask, "relay", upstream)
-        version, buckets, channel, digests = self._begin(upstream, list[Piece])
-        ((_, spots),) = buckets
-        return version, [_Incoming(place=upstream, channel=channel, num_bytes=len(shard), spots=spots, digests=tuple(digests))]
-
-    def _ask(self, ask: Ask, kind: Literal["shard", "relay"], place: Place) -> None:
-        known, _ = self._lists.get(place.who, ("", []))
+    def _ask(self, ask: Ask, peers: Sequence[Place]) -> list[tuple[Header, Channel]]:
+        """Ask all at once; return what each says, and its channel."""
+        answers = []
+        peer = peers[0]
         try:
-            self._line(place).ask(msgspec.structs.replace(ask, kind=kind, known=known))
-        except (RuntimeError, OSError) as error:
-            raise _lost(place, error) from error
+            for peer in peers:
+                self._line(peer).ask(msgspec.structs.replace(ask, kind="policy", place=None))
+            for peer in peers:
+                words, channel = self._line(peer).answer()
+                answers.append((header := msgspec.msgpack.decode(words, type=Header), channel))
+                if header.version < 0:
+                    raise WeightsError(f"cannot fetch a policy from {peer}: its weight buffer holds none; not taken")
+        except (RuntimeError, OSError, PeerError) as error:
+            raise _lost(peer, error) from error
+        return answers
 
-    def _begin(self, place: Place, kind: type) -> tuple[int, list[tuple[Bucket, tuple[Spot, ...]]], Channel, Iterator[int]]:
-        """What one peer answers: the version, its buckets (an engine rank's: all in one), its channel, every piece's digest."""
-        _, buckets = self._lists.get(place.who, ("", []))
-        header = numbers(0, 0)
-        try:
-            channel = self._line(place).begin(header)
-            version, size = header.tolist()
-            if version == NOTHING:
-                raise WeightsError(f"cannot fetch a policy from {place}: its weight buffer holds none; not taken")
-            if size:
-                encoded = receive_bytes(channel, size)
-                found = msgspec.json.decode(encoded, type=kind)
-                if kind == list[Piece]:
-                    found = [Bucket(first_byte=0, num_bytes=0, pieces=tuple(found))]
-                buckets = [(bucket, tuple(spot_of(piece, self._parts) for piece in bucket.pieces)) for bucket in found]
-                self._lists[place.who] = digest_of(encoded), buckets
-            received = receive_bytes(channel, NUM_BYTES * sum(len(spots) for _, spots in buckets))
-        except (RuntimeError, OSError) as error:
-            raise _lost(place, error) from error
-        digests = (int.from_bytes(received[start : start + NUM_BYTES], "little") for start in range(0, len(received), NUM_BYTES))
-        return version, buckets, channel, digests
+    def _delivery(self, peers: Sequence[Place], lists: Sequence[str], *, is_relayed: bool) -> _Delivery:
+        """How the pieces of these lists arrive; lists that were not there the last time are fetched."""
+        known = self._deliveries.get(is_relayed)
+        if known is None or known.lists != tuple(lists):
+            encoded = []
+            for peer, digest in zip(peers, lists, strict=True):
+                try:
+                    encoded.append(self._line(peer).get(f"pieces/{digest}"))
+                except PeerError as error:
+                    raise _lost(peer, error) from error
+            known = self._deliveries[is_relayed] = self._relayed(encoded, lists) if is_relayed else self._sent(encoded, lists)
+            self._check_whole(known.pieces.spots)
+        return known
 
-    def _receive(self, order: Sequence[_Incoming], shard: torch.Tensor, thread: concurrent.futures.Executor) -> None:
-        """Receive buckets one after the other, each while the one before is put in its place."""
-        under_way: collections.deque[tuple[concurrent.futures.Future[None], _Incoming, torch.Tensor]] = collections.deque()
-        for number, incoming in enumerate(order):
-            if len(under_way) == 2:
-                self._put(*under_way.popleft(), shard)
-            into = self._memory_for(incoming, shard, number=number)
-            under_way.append((thread.submit(incoming.channel.receive, into), incoming, into))
-        while under_way:
-            self._put(*under_way.popleft(), shard)
+    def _sent(self, encoded: Sequence[bytes], lists: Sequence[str]) -> _Delivery:
+        """From the trainer's ranks, which take turns. Each engine rank begins with another one, so that none is asked by all at once."""
+        queues = [
+            [
+                _Bucket(
+                    peer=peer,
+                    num_bytes=bucket.num_bytes,
+                    spots=(spots := tuple(spot_of(piece, self._parts) for piece in bucket.pieces)),
+                    first_byte=spots[0].first_byte if len(spots) == 1 and spots[0].is_contiguous else None,
+                )
+                for bucket in msgspec.json.decode(one, type=list[Bucket])
+            ]
+            for peer, one in enumerate(encoded)
+        ]
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+        spots = tuple(tuple(spot for bucket in queue for spot in bucket.spots) for queue in queues)
+        return _Delivery(
+            lists=tuple(lists),
+            spots=spots,
+            buckets=tuple(bucket for bucket in turns if bucket is not None),
+            pieces=Pieces([spot for own in spots for spot in own]),
+        )
 
-    def _memory_for(self, incoming: _Incoming, shard: torch.Tensor, *, number: int) -> torch.Tensor:
-        """The place in the shard itself, where the bucket is one run of it; else one of two buckets."""
-        if len(incoming.spots) == 1 and incoming.spots[0].is_contiguous:
-            return shard[incoming.spots[0].first_byte : incoming.spots[0].end_byte]
-        if not self._buckets:
-            self._buckets = [torch.empty(self._bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-        if incoming.num_bytes > self._bucket_bytes:
-            raise WeightsError(
-                f"{incoming.place} sends a bucket of {incoming.num_bytes} bytes, this rank has {self._bucket_bytes} for one; not taken"
-            )
-        return self._buckets[number % 2][: incoming.num_bytes]
+    def _relayed(self, encoded: Sequence[bytes], lists: Sequence[str]) -> _Delivery:
+        """From another engine's rank: the shard as it lies there; a piece is whole once its last byte has come."""
+        spots = [spot_of(piece, self._parts) for piece in msgspec.json.decode(encoded[0], type=list[Piece])]
+        waiting = collections.deque(sorted(spots, key=lambda spot: spot.end_byte))
+        buckets = []
+        for first_byte in range(0, self._num_bytes, self._bucket_bytes):
+            end_byte = min(self._num_bytes, first_byte + self._bucket_bytes)
+            whole = []
+            while waiting and waiting[0].end_byte <= end_byte:
+                whole.append(waiting.popleft())
+            buckets.append(_Bucket(peer=0, num_bytes=end_byte - first_byte, spots=tuple(whole), first_byte=first_byte))
+        return _Delivery(lists=tuple(lists), spots=(tuple(spots),), buckets=tuple(buckets), pieces=Pieces(spots))
 
-    def _put(self, received: concurrent.futures.Future[None], incoming: _Incoming, memory: torch.Tensor, shard: torch.Tensor) -> None:
-        try:
-            received.result()
-        except (RuntimeError, OSError) as error:
-            raise _lost(incoming.place, error) from error
-        assert self._relay is not None
-        is_there = len(incoming.spots) == 1 and incoming.spots[0].is_contiguous
-        for spot, digest in zip(incoming.spots, incoming.digests, strict=True):
-            first = 0 if is_there else spot.piece.first_byte
-            data = memory[first : first + spot.num_bytes]
-            _check(spot, data, digest, place=incoming.place)
-            if not is_there:
-                view = view_of(shard, spot.part.tensor)[spot.slices]
-                view.copy_(data.view(view.dtype).view(view.shape))
-            self._relay.arrived(spot)
-            throttle()
+    def _receive(
+        self,
+        delivery: _Delivery,
+        channels: Sequence[Channel],
+        peers: Sequence[Place],
+        proofs: Mapping[Spot, bytes],
+        shard: torch.Tensor,
+    ) -> None:
+        """Receive buckets, as many at once as there is room for, each while those before are checked and put in their places."""
+        under_way: collections.deque[tuple[_Bucket, torch.Tensor, Callable[[], None]]] = collections.deque()
 
-    def _receive_run(self, incoming: _Incoming, shard: torch.Tensor, thread: concurrent.futures.Executor) -> None:
-        """Receive the shard as it lies at another engine's rank; check each piece once its last byte is there."""
-        assert self._relay is not None
-        digests = {id(spot): digest for spot, digest in zip(incoming.spots, incoming.digests, strict=True)}
-        waiting = collections.deque(sorted(incoming.spots, key=lambda spot: spot.end_byte))
-        parts = shard.split(self._bucket_bytes)
-        under_way = collections.deque(thread.submit(incoming.channel.receive, part) for part in parts)
-        num_there = 0
-        for part in parts:
+        def finish() -> None:
+            bucket, memory, wait = under_way.popleft()
             try:
-                under_way.popleft().result()
+                wait()
             except (RuntimeError, OSError) as error:
-                raise _lost(incoming.place, error) from error
-            num_there += len(part)
-            while waiting and waiting[0].end_byte <= num_there:
-                spot = waiting.popleft()
-                data = view_of(shard, spot.part.tensor)[spot.slices].contiguous().view(-1).view(torch.uint8)
-                _check(spot, data, digests[id(spot)], place=incoming.place)
-                self._relay.arrived(spot)
-                throttle()
+                raise _lost(peers[bucket.peer], error) from error
+            self._put(bucket, memory.numpy(), proofs, shard.numpy(), peer=peers[bucket.peer])
+            if bucket.first_byte is None:
+                room.give_back()
+
+        room = self._room = self._room or Ring(2 * self._bucket_bytes)
+        room.clear()
+        for bucket in delivery.buckets:
+            while (memory := self._memory_for(bucket, shard, room)) is None:
+                if not under_way:
+                    peer = peers[bucket.peer]
+                    raise WeightsError(
+                        f"{peer} sends {bucket.num_bytes} bytes at once, this rank has room for {len(room.memory)}; not taken"
+                    )
+                finish()
+            under_way.append((bucket, memory, channels[bucket.peer].begin_receive(memory)))
+        while under_way:
+            finish()
+
+    def _memory_for(self, bucket: _Bucket, shard: torch.Tensor, room: Ring) -> torch.Tensor | None:
+        """The place in the shard itself, where the bucket is one run of it; else some room, if there is."""
+        if bucket.first_byte is not None:
+            return shard[bucket.first_byte : bucket.first_byte + bucket.num_bytes]
+        return room.take(bucket.num_bytes)
+
+    def _put(self, bucket: _Bucket, received: Bytes, proofs: Mapping[Spot, bytes], shard: Bytes, *, peer: Place) -> None:
+        """Check the pieces of a bucket that is there, put them in their places, and let them be passed on."""
+        assert self._relay is not None
+        for spot in bucket.spots:
+            place = spot.within(shard)
+            first = spot.piece.first_byte
+            data = received[first : first + spot.num_bytes] if bucket.first_byte is None else np.ascontiguousarray(place)
+            if (found := digests.digest_of(data, seed=spot.seed)) != proofs[spot]:
+                what = f"{spot.piece.name} {spot.piece.box} from {peer}"
+                raise WeightsError(f"{what}: digest is {found.hex()}, published was {proofs[spot].hex()}; not taken")
+            if bucket.first_byte is None:
+                place[...] = data.reshape(spot.shape)
+        self._relay.arrived(bucket.spots)
+        throttle()
 
     def _check_whole(self, spots: Sequence[Spot]) -> None:
         """Raise `WeightsError` unless the pieces make up every part, each once."""
@@ -321,10 +318,6 @@ class ShardTarget:
             line = self._lines[place.who] = Line(place, self._connect(self._carrier), deadline_s=self._deadline_s)
         return line
 
-    def _drop(self, places: Sequence[Place]) -> None:
-        for place in places:
-            self._line(place).drop()
-
     def _relay_towards(self, place: Place) -> Relay:
         if self._relay is None:
             self._relay = Relay(
@@ -337,11 +330,15 @@ class ShardTarget:
         return self._relay
 
 
-def _check(spot: Spot, data: torch.Tensor, digest: int, *, place: Place) -> None:
-    if (found := digest_of_piece(spot.piece, data)) != digest:
-        raise WeightsError(
-            f"{spot.piece.name} {spot.piece.box} from {place}: digest is {found:032x}, published was {digest:032x}; not taken"
-        )
+def _proofs(delivery: _Delivery, headers: Sequence[Header]) -> dict[Spot, bytes]:
+    """Every piece's digest, as its peer said it."""
+    proofs = {}
+    for spots, header in zip(delivery.spots, headers, strict=True):
+        if len(header.digests) != NUM_BYTES * len(spots):
+            raise WeightsError(f"{len(header.digests)} bytes of digests were offered for {len(spots)} pieces; not taken")
+        for number, spot in enumerate(spots):
+            proofs[spot] = header.digests[NUM_BYTES * number : NUM_BYTES * (number + 1)]
+    return proofs
 
 
 def _lost(place: Place, error: Exception) -> WeightsError:

@@ -71,7 +71,7 @@ def run(system: str, task: Task, *, seed: int, folder: Path, trl_python: Path | 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if system in OURS:
-        command, read = _ours(OURS[system], task, seed=seed, folder=folder), _read_ours
+        command, read = ours(OURS[system], task, seed=seed, folder=folder), _read_ours
     else:
         python = trl_python if system == "TRL" else Path(sys.executable)
         command, read = _theirs(python, SCRIPTS[system], task, seed=seed, folder=folder), _read_theirs
@@ -115,7 +115,8 @@ def _call(command: Sequence[str], log: Path) -> float:
 # --- ours ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _ours(mode: str, task: Task, *, seed: int, folder: Path) -> list[str]:
+def ours(mode: str, task: Task, *, seed: int, folder: Path) -> list[str]:
+    """Return the command of this project's run of a task."""
     settings = {
         "run.folder": str(folder),
         "run.name": "run",

@@ -172,3 +172,38 @@ def test_an_engine_may_refuse_a_few_policies_that_nobody_here_told_it_of_and_any
 def test_a_staged_policy_is_news_once():
     swaps = Swaps()
     assert [swaps.staged(0, age) for age in ((0, 1), (0, 1), (0, 2), (0, 2))] == [True, False, True, False]
+
+
+def test_an_engine_that_is_asleep_holds_nothing_and_takes_any_policy_even_one_that_it_had():
+    swaps = Swaps()
+    published(swaps, 1, engines=(0,))
+    assert swaps.committed(0, (0, 1))
+    swaps.fell_asleep(0)
+    assert swaps.is_asleep(0)
+    assert swaps.held_by_all() is None
+    assert not swaps.committed(0, (0, 1)), "said before it fell asleep"
+    assert swaps.is_asleep(0)
+    order = swaps.next_order(0)
+    assert order is not None
+    assert order.age == (0, 1)
+    assert swaps.committed(0, (0, 1))
+    assert not swaps.is_asleep(0)
+
+
+def test_an_engine_that_is_asleep_is_woken_for_an_evaluation_before_it_keeps_its_policy():
+    swaps = Swaps()
+    published(swaps, 1, engines=())
+    swaps.fell_asleep(0)
+    swaps.pin(0, is_pinned=True)
+    assert swaps.next_order(0) is not None
+    swaps.committed(0, (0, 1))
+    assert published(swaps, 2, engines=(0,)) == []
+
+
+def test_a_buffer_that_holds_every_policy_in_turn_is_never_handed_back():
+    swaps = Swaps()
+    for version in (1, 2, 3):
+        swaps.published(Policy(age=(0, version), buffer="in place", digest=f"d{version}"))
+        swaps.next_order(0)
+        swaps.committed(0, (0, version))
+        assert swaps.take_free_buffers() == []

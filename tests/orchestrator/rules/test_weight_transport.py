@@ -35,6 +35,16 @@ def test_a_road_that_does_not_reach_every_engine_is_refused_with_what_to_do():
             choose_transport(wanted, trainer="a", engines=APART, address="127.0.0.1")
 
 
+def test_engines_that_share_the_trainers_device_read_its_memory_or_are_refused():
+    assert choose_transport("auto", trainer="a", engines=HERE, address=None, is_colocated=True)[0] == "shared_memory"
+    for wanted, engines, why in (
+        ("auto", APART, "gloo: 2 of 3 engines run on another machine"),
+        ("gloo", HERE, "gloo: weights.transport says so"),
+    ):
+        with pytest.raises(ConfigError, match=f'pipeline.placement is "colocated", and policies would travel by {why}'):
+            choose_transport(wanted, trainer="a", engines=engines, address=None, is_colocated=True)
+
+
 def test_without_an_address_the_trainer_uses_the_one_that_engines_reach_anyway():
     assert choose_transport("auto", trainer="a", engines=APART, address=None)[0] == "gloo"
 

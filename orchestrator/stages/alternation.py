@@ -1,0 +1,125 @@
+"""Where engines and trainer share their devices: tells engines to sleep, the trainer that it may begin, and weight sync to wake them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.peers.engine import Engine
+from orchestrator.peers.engines import Engines
+from orchestrator.rules.phases import Phase, Phases
+from orchestrator.rules.swaps import Swaps
+from orchestrator.rules.validation.announcements import gauges
+from pipelinerl.messages import Asleep, Sleep
+from pipelinerl.observe.journal import Journal
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Alternation:
+    """The phases of engines and trainer, by `rules.phases`; where each has devices of its own, both always have theirs.
+
+    Training and weight sync call `update` with everything that may end a phase. An engine that does not fall asleep holds up the trainer,
+    and so the run: as one that does not commit does, it is found by its silence, or by the watchdog.
+    """
+
+    engines: Engines | None = None
+    """The engines that share their devices with the trainer; None where they have their own."""
+    journal: Journal | None = None
+    num_closed: Callable[[], int] = lambda: 0
+    """The callback says how many steps the newest policy should hold; training sets it."""
+    begin_training: Callable[[], None] = lambda: None
+    """The callback gives the trainer its rows; training sets it."""
+    begin_generation: Callable[[], None] = lambda: None
+    """The callback orders the newest policy to every engine; weight sync sets it."""
+    swaps: Swaps = dataclasses.field(default_factory=Swaps)
+    """What engines hold: weight sync's own."""
+    _phases: Phases = dataclasses.field(default_factory=Phases, init=False)
+    _has_begun: bool = dataclasses.field(default=False, init=False)
+    _phase_id: int = dataclasses.field(default=0, init=False)
+    """Of the training phase that began last; those of an orchestrator that is gone were smaller."""
+
+    def __post_init__(self) -> None:
+        if self.engines is not None and self.journal is not None:
+            self._phase_id = int(1e6 * self.journal.clock())
+            self.engines.peers.on(Asleep, self._hear)
+            self.engines.on_joined(self._on_joined)
+            self.engines.on_died(self._on_died)
+
+    @property
+    def may_train(self) -> bool:
+        """True where rows may be given to the trainer."""
+        return self.engines is None or self._phases.may_train
+
+    @property
+    def may_order(self) -> bool:
+        """True where engines may be told of policies."""
+        return self._phases.phase is Phase.GENERATION
+
+    def is_awake(self, engine: Engine) -> bool:
+        """Return whether an engine neither sleeps nor is about to."""
+        return self.may_order and not self.swaps.is_asleep(engine.engine_id)
+
+    def begin(self) -> None:
+        """Begin with the phases: until then engines generate, for an evaluation before the first step."""
+        self._has_begun = True
+        self.update()
+
+    def update(self) -> None:
+        """Begin the next phase where it is due."""
+        if self.engines is None or not self._has_begun:
+            return
+        published = None if self.swaps.newest is None else self.swaps.newest.age[1]
+        is_pinned = any(self.swaps[engine.engine_id].is_pinned and self.is_awake(engine) for engine in self.engines)
+        num_closed = self.num_closed()
+        phase = self._phases.next_phase(num_closed=num_closed, published=published, is_pinned=is_pinned)
+        if phase is None:
+            return
+        self._write("phase", phase=phase, num_closed=num_closed, version=published)
+        if phase is Phase.GENERATION:
+            self.begin_generation()
+            return
+        self._phase_id += 1
+        for engine in self.engines:
+            self._send_to_sleep(engine)
+        self._begin_if_all_sleep()
+
+    def committed(self, engine: Engine) -> None:
+        """Note that an engine has taken a policy, and is awake."""
+        self._phases.woke(engine.engine_id)
+
+    def _send_to_sleep(self, engine: Engine) -> None:
+        if self.engines is not None:
+            self.engines.peers.send(engine.peer, Sleep(phase_id=self._phase_id))
+
+    def _on_joined(self, engine: Engine) -> None:
+        self._phases.woke(engine.engine_id)  # if an orchestrator that is gone sent it to sleep, it will say so again
+        if not self.may_order:
+            self._send_to_sleep(engine)
+
+    def _on_died(self, engine_id: int) -> None:
+        self._phases.fell_asleep(engine_id)
+        self._begin_if_all_sleep()
+
+    def _hear(self, peer: str, asleep: Asleep) -> None:
+        if self.engines is None:
+            return
+        if (violation := gauges(asleep)) is not None:
+            self.engines.peers.refuse(peer, violation)
+        elif asleep.phase_id == self._phase_id and (engine := self.engines.find(asleep.engine_id)) is not None:
+            self._write("asleep", **msgspec.structs.asdict(asleep))
+            self._phases.fell_asleep(engine.engine_id)
+            self.swaps.fell_asleep(engine.engine_id)
+            self.engines.changed.set()
+            self._begin_if_all_sleep()
+            if self.may_order:  # meanwhile engines have the devices again
+                self.begin_generation()
+
+    def _begin_if_all_sleep(self) -> None:
+        if self._phases.may_train:
+            self.begin_training()
+
+    def _write(self, kind: str, **fields: object) -> None:
+        if self.journal is not None:
+            self.journal.write(kind, **fields)

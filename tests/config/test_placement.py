@@ -1,0 +1,48 @@
+"""What goes with engines and trainer on the same devices, in turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.file import parse
+from pipelinerl.errors import ConfigError
+
+BASE: dict[str, Any] = {"model": {"path": "unused"}, "data": {"source": "unused"}, "reward": [{"function": "unused:reward"}]}
+
+
+def settings(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**BASE, "pipeline": {"placement": "colocated"}} | {
+        name: ({"placement": "colocated"} if name == "pipeline" else {}) | values for name, values in sections.items()
+    }
+
+
+def test_streaming_and_sync_may_be_colocated_and_the_default_is_apart():
+    assert not parse(BASE, origin="test").is_colocated
+    for mode in ("streaming", "sync"):
+        assert parse(settings(pipeline={"mode": mode}, engine={"sleep_kv": "keep"}), origin="test").is_colocated
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"pipeline": {"mode": "one_step_off"}}, 'pipeline.mode is "one_step_off"'),
+        ({"weights": {"transport": "files"}}, 'weights.transport is "files"'),
+        ({"weights": {"delta": True}}, "weights.delta is true"),
+        ({"lora": {"rank": 4}}, "lora.rank is 4"),
+        ({"engine": {"quantization": "int8"}}, 'engine.quantization is "int8"'),
+        ({"engine": {"options": {"tensor_parallel_size": 2}}}, "over 2 ranks"),
+        ({"engine": {"async_scheduling": True}}, "engine.async_scheduling is true"),
+        ({"weights": {"kv_max_staleness": 1}}, "every KV cache is computed anew"),
+        ({"gateway": {}}, r"a \[gateway\] section"),
+    ],
+)
+def test_what_does_not_go_with_turns_is_refused_by_name(sections: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        parse(settings(**sections), origin="test")
+
+
+def test_a_kept_cache_without_sleep_is_refused():
+    with pytest.raises(ConfigError, match=r'engine\.sleep_kv is "keep", and no engine sleeps'):
+        parse({**BASE, "engine": {"sleep_kv": "keep"}}, origin="test")

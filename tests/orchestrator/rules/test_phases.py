@@ -1,0 +1,51 @@
+"""Who has the devices, and when the trainer may begin; every case by hand."""
+
+from orchestrator.rules.phases import Phase, Phases
+
+
+def change(phases: Phases, *, num_closed: int, published: int | None, is_pinned: bool = False) -> Phase | None:
+    return phases.next_phase(num_closed=num_closed, published=published, is_pinned=is_pinned)
+
+
+def test_the_trainer_has_the_devices_while_a_closed_step_is_not_in_the_newest_policy():
+    phases = Phases()
+    assert phases.phase is Phase.GENERATION
+    assert change(phases, num_closed=3, published=3) is None
+    assert change(phases, num_closed=4, published=3) is Phase.TRAINING
+    assert change(phases, num_closed=5, published=4) is None, "another step was closed meanwhile"
+    assert change(phases, num_closed=5, published=5) is Phase.GENERATION
+
+
+def test_a_trainer_that_starts_has_the_devices_until_it_is_where_the_ledger_is():
+    phases = Phases()
+    assert change(phases, num_closed=4, published=None) is Phase.TRAINING
+    assert change(phases, num_closed=4, published=2) is None, "its checkpoint is of version 2: it trains steps 2 and 3 again"
+    assert change(phases, num_closed=4, published=4) is Phase.GENERATION
+
+
+def test_the_trainer_waits_for_every_engine_that_is_awake():
+    phases = Phases()
+    for engine_id in (0, 1):
+        phases.woke(engine_id)
+    assert change(phases, num_closed=1, published=0) is Phase.TRAINING
+    assert not phases.may_train
+    phases.fell_asleep(0)
+    assert not phases.may_train
+    phases.fell_asleep(1)
+    assert phases.may_train
+    phases.woke(1)
+    assert not phases.may_train, "its process was replaced"
+    phases.fell_asleep(1)
+    assert change(phases, num_closed=1, published=1) is Phase.GENERATION
+    assert not phases.may_train, "all sleep still, and the devices are theirs"
+    for engine_id in (0, 1):
+        phases.woke(engine_id)
+    assert change(phases, num_closed=2, published=1) is Phase.TRAINING
+    assert not phases.may_train
+
+
+def test_an_engine_that_must_keep_its_policy_holds_up_the_training_phase_and_not_its_own():
+    phases = Phases()
+    assert change(phases, num_closed=1, published=0, is_pinned=True) is None
+    assert change(phases, num_closed=1, published=0) is Phase.TRAINING
+    assert change(phases, num_closed=1, published=1, is_pinned=True) is Phase.GENERATION
