@@ -179,10 +179,10 @@ class Dispatch:
     def _has_room(self) -> bool:
         return not self._handed or sum(len(handed.row.body) for handed in self._handed.values()) < WINDOW_BYTES
 
-    async def _answered(self, work: Awaitable[Answer], row: Accepted) -> None:
+    async def _answered(self, answered: Callable[[], Awaitable[Answer]], row: Accepted) -> None:
         life, is_over = self._life, False
         try:
-            answer = await work
+            answer = await answered()
         except TrainerLost:
             if life == self._life:
                 self._has_trainer = False  # until another starts

@@ -5,6 +5,7 @@ awaited apart."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -88,28 +89,28 @@ class Training:
             case SaveWeights() | SaveForSampler():
                 return self._accept_save(said)
 
-    def carry_out(self, row: Accepted, said: Said) -> Awaitable[Answer]:
-        """Hand a request on; its answer. That fails with `Refusal`, `TrainerLost` among these."""
+    def carry_out(self, row: Accepted, said: Said) -> Callable[[], Awaitable[Answer]]:
+        """Hand a request on; what waits for its answer. That fails with `Refusal`, `TrainerLost` among these."""
         steps = self.backend.num_steps
         match said:
             case CreateModel():
                 steps[row.model_id] = 0
                 seed = None if said.lora_config is None else said.lora_config.seed
-                return self._opened(row, OpenModel(request_id=0, model_id=row.model_id, seed=seed), model_id=row.model_id)
+                return self._open(row, OpenModel(request_id=0, model_id=row.model_id, seed=seed), model_id=row.model_id)
             case LoadWeights():
                 steps[row.model_id] = row.about["num_steps"]
                 folder = str(self.sessions.folder_of(said.path))
                 request = LoadModel(request_id=0, model_id=row.model_id, folder=folder, has_optimizer=said.optimizer)
-                return self._opened(row, request, path=said.path, model_id=row.model_id)
+                return self._open(row, request, path=said.path, model_id=row.model_id)
             case Gradient():
-                return self._passed(self.backend.train(said.message()), said)
+                return functools.partial(self._passed, self.backend.train(said.message()), said)
             case OptimStep():
                 steps[row.model_id] = row.about["step"] + 1
-                return self._stepped(row, self.backend.train(_step_of(said)))
+                return functools.partial(self._stepped, row, self.backend.train(_step_of(said)))
             case SaveForSampler() if _goes_on(said):
-                return self._published(row, said, self.backend.publish(Weights(model_id=row.model_id)))
+                return functools.partial(self._published, row, said, self.backend.publish(Weights(model_id=row.model_id)))
             case SaveWeights() | SaveForSampler():
-                return self._saved(row, said)
+                return self._save(row, said)
 
     # --- accepting ---
 
@@ -180,7 +181,7 @@ class Training:
 
     # --- carrying out ---
 
-    async def _opened_answer(self, row: Accepted, done: Awaitable[TrainingAnswer], answer: Mapping[str, Any]) -> Answer:
+    async def _opened(self, row: Accepted, done: Awaitable[TrainingAnswer], answer: Mapping[str, Any]) -> Answer:
         try:
             _unless_failed(await done)
         except TrainerLost:
@@ -193,10 +194,10 @@ class Training:
             self.journal("model_opened", **answer)
         return answer
 
-    def _opened(self, row: Accepted, request: OpenModel | LoadModel, **answer: Any) -> Awaitable[Answer]:
-        return self._opened_answer(row, self.backend.train(request), {**answer, "type": str(row.kind)})
+    def _open(self, row: Accepted, request: OpenModel | LoadModel, **answer: Any) -> Callable[[], Awaitable[Answer]]:
+        return functools.partial(self._opened, row, self.backend.train(request), {**answer, "type": str(row.kind)})
 
-    def _saved(self, row: Accepted, said: SaveWeights | SaveForSampler) -> Awaitable[Answer]:
+    def _save(self, row: Accepted, said: SaveWeights | SaveForSampler) -> Callable[[], Awaitable[Answer]]:
         """A sampler of a saved model brings it to the engines when it is needed."""
         path, num_steps = row.about["path"], row.about["num_steps"]
         request = SaveModel(
@@ -220,7 +221,7 @@ class Training:
             name = self.sessions.add_sampler(session_id, number, self.sessions.weights_of(path), model_path=path)
             return {"sampling_session_id": name, "path": None, "type": str(row.kind)}
 
-        return saved()
+        return saved
 
     async def _published(self, row: Accepted, said: SaveForSampler, published: Awaitable[int]) -> Answer:
         assert said.sampling_session_seq_id is not None, "it was checked"
