@@ -26,7 +26,7 @@ from pipelinerl.transport.curve import authenticator, bind, configure
 from pipelinerl.transport.keys import AllowList, KeyPair
 
 MAX_BYTES = 1 << 20
-"""Largest message. Ranks tell each other addresses and ids of a few hundred bytes here."""
+"""Largest message to a store, and by default from one. Ranks tell each other addresses and ids of a few hundred bytes here."""
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _CUT |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -47,7 +47,8 @@ class Operation(enum.StrEnum):
     COMPARE_SET = "compare_set"
     """Where the key holds `expected`, or is missing and that is empty, keep `value`; answer what it then holds, or `expected`."""
     CALL = "call"
-    """Hand `value` to the server's own process; where keys are named, answer the first one's value once all are there, and forget them."""
+    """Hand `value` to the server's own process; where keys are named, answer what that says of it, or the first one's value once all are
+    there, and forget them."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -109,11 +110,10 @@ class KeyValues:
 class RendezvousServer:
     """The store, served by a thread of its own on one address, on a port that the system picks."""
 
-    def __init__(
-        self, address: str, token: str, *, on_call: Callable[[bytes], object] = lambda value: None, max_bytes: int = MAX_BYTES
-    ) -> None:
-        """`on_call` takes the values of `CALL`, in order, in the store's own thread: it must not wait. What it raises of what a caller may
-        have said wrong (`ValueError`, `msgspec.DecodeError`) is that caller's loss alone.
+    def __init__(self, address: str, token: str, *, on_call: Callable[[bytes], bytes | None] = lambda value: None) -> None:
+        """`on_call` takes the values of `CALL`, in order, in the store's own thread: it must not wait. Where it returns words, they are the
+        answer to a call that names keys. What it raises of what a caller may have said wrong (`ValueError`, `msgspec.DecodeError`) is that
+        caller's loss alone.
 
         Raises `OSError` where nobody may listen on `address`.
         """
@@ -124,7 +124,7 @@ class RendezvousServer:
         self._context = zmq.Context()
         self._authenticator = authenticator(self._context, AllowList({_key_pair(token, "client").public: "client"}))
         self._socket = self._context.socket(zmq.ROUTER)
-        configure(self._socket, _key_pair(token, "server"), max_bytes=max_bytes)
+        configure(self._socket, _key_pair(token, "server"), max_bytes=MAX_BYTES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
@@ -178,8 +178,10 @@ class RendezvousServer:
                     self._take(client, decoder.decode(parts[0] if len(parts) == 1 else b""))
 
     def _take(self, client: bytes, request: Request) -> None:
-        if request.operation is Operation.CALL:
-            self._on_call(request.value)
+        said = self._on_call(request.value) if request.operation is Operation.CALL else None
+        if said is not None and request.keys:
+            self._socket.send_multipart([client, said])
+            return
         self._answer(lambda: self._store.ask(client, request))
 
     def _answer(self, find: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:

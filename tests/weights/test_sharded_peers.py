@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from pipelinerl.errors import WeightsError
+from pipelinerl.errors import PeerGone, WeightsError
 from pipelinerl.transport.rendezvous import Operation, RendezvousClient
 from pipelinerl.weights import gloo
 from pipelinerl.weights.point_to_point import Channel
-from pipelinerl.weights.sharded.connections import Ask, Place
+from pipelinerl.weights.sharded import connections
+from pipelinerl.weights.sharded.connections import Ask, Line, Place, Server
 from pipelinerl.weights.sharded.plan import Header, plan
 from pipelinerl.weights.sharded.source import Route, _Routes
 from tests.weights.shards import EngineRanks, TrainerRanks
@@ -61,8 +64,8 @@ def test_a_channel_that_the_trainer_dropped_is_made_anew(trainer: TrainerRanks, 
     name, digest = trainer.publish(1, version(1))
     engine.fetch(name, digest)
     server = trainer.ranks[0]._server
-    for waiting in list(server._callers.values()):
-        waiting.put(None)
+    for caller in list(server._callers.values()):
+        caller.questions.put(None)
     for thread in server._threads:
         thread.join()
     name, digest = trainer.publish(2, version(2), number=1)
@@ -155,4 +158,94 @@ def test_a_liar_that_knows_the_token_holds_up_nobody(trainer: TrainerRanks, engi
     assert engine.fetch(name, digest) == 1
     assert engine.holds(version(1))
     question.drop()
+    client.close()
+
+
+# --- a server's bounds --------------------------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """A server that sends one byte to whoever asks, once it may."""
+
+    def __init__(self) -> None:
+        self.may_send = threading.Event()
+        self.may_send.set()
+        self.server = Server(
+            gloo.connect, who="trainer rank 0", address="127.0.0.1", deadline_s=5.0, words=lambda ask: b"here", send=self._send
+        )
+        self.lines: list[Line] = []
+
+    def line(self) -> Line:
+        self.lines.append(Line(self.server.place, gloo.connect, deadline_s=5.0))
+        return self.lines[-1]
+
+    def take(self, line: Line) -> bytes:
+        line.ask(Ask(kind="policy"))
+        words, channel = line.answer()
+        channel.receive(torch.zeros(1, dtype=torch.uint8))
+        return words
+
+    def _send(self, ask: Ask, channel: Channel, said: bytes) -> None:
+        assert self.may_send.wait(5.0)
+        channel.send(torch.ones(1, dtype=torch.uint8))
+
+
+@pytest.fixture
+def answering() -> Iterator[Answering]:
+    made = Answering()
+    yield made
+    made.may_send.set()
+    for line in made.lines:
+        line.close()
+    made.server.close()
+
+
+def test_for_one_caller_more_than_it_may_have_a_server_lets_go_of_the_one_idle_for_longest(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connections, "MAX_CALLERS", 2)
+    first, second, third = (answering.line() for _ in range(3))
+    for line in (first, second, first, third):
+        assert answering.take(line) == b"here"
+        assert len(answering.server._callers) <= 2
+    assert first._caller in answering.server._callers, "the second had asked before it"
+    assert answering.take(second) == b"here", "over another channel"
+
+
+def test_a_caller_more_than_a_busy_server_may_have_is_refused_by_name_and_the_others_get_theirs(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connections, "MAX_CALLERS", 2)
+    answering.may_send.clear()
+    first, second, third = (answering.line() for _ in range(3))
+    channels = []
+    for line in (first, second):
+        line.ask(Ask(kind="policy"))
+        channels.append(line.answer()[1])
+    third.ask(Ask(kind="policy"))
+    with pytest.raises(RuntimeError, match="it refuses the call: it is answering 2 callers, as many as it may"):
+        third.answer()
+    answering.may_send.set()
+    for channel in channels:
+        channel.receive(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_a_caller_that_asks_on_and_on_is_refused_and_another_gets_its_answer(answering: Answering):
+    place = answering.server.place
+    client = RendezvousClient(place.address, place.port, place.token)
+    call = msgspec.json.encode(Ask(kind="policy", caller="liar"))
+    questions = [client.begin(Operation.CALL, "liar/answer", value=call) for _ in range(3)]
+    answers = [question.answer(5.0) for question in questions]
+    assert sorted(answers) == [b"\0it has not answered this caller's questions before", b"here", b"here"]
+    assert answering.take(answering.line()) == b"here"
+    client.close()
+
+
+def test_a_message_of_more_than_a_mebibyte_is_cut_off_and_harms_no_other(answering: Answering):
+    place = answering.server.place
+    client = RendezvousClient(place.address, place.port, place.token)
+    client.ask(Operation.SET, "large", value=bytes((1 << 20) - 100), timeout_s=5.0)
+    with pytest.raises(PeerGone, match="has hung up"):
+        client.ask(Operation.SET, "larger", value=bytes((1 << 20) + 100), timeout_s=5.0)
+    assert answering.take(answering.line()) == b"here"
     client.close()

@@ -4,11 +4,15 @@ A process that serves listens at a *place*. Words travel through its rendezvous 
 round. Bytes travel through a channel of gloo or NCCL (`point_to_point.Connect`) that only the two are in, and nothing else does. Each
 caller's bytes are sent by a thread of its own, so a dead or slow one holds up nobody else, and every wait has a deadline. A channel on
 which anything failed is dropped at both ends, and the next call makes another one.
+
+A server hears messages of at most 1 MiB, and keeps `MAX_CALLERS` channels. For one more it lets go of the one that has been idle for
+longest, whose caller makes another when it next needs one; where none is idle, the call is refused with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import secrets
 import threading
@@ -25,9 +29,16 @@ from pipelinerl.weights.point_to_point import ENGINE, TRAINER, Channel, Connect
 from pipelinerl.weights.rendezvous_store import RendezvousStore
 
 MAX_BYTES = 64 << 20
-"""Of one message: a manifest, or a list of pieces, of some hundred thousand tensors."""
+"""Of one answer: a manifest, or a list of pieces, of some hundred thousand tensors."""
+MAX_CALLERS = 1024
+"""Of one server, each with a thread and a channel. Fewer than the engine ranks that call it would have them make channels again and again;
+more let whoever knows the token take the process's memory and descriptors."""
+MAX_OPEN = 2
+"""Questions of one caller that are not wholly answered: one, and the next from a caller that has all bytes before this end notices."""
 _DROPPED = b""
 """The answer to a caller whose channel is not there any more."""
+_REFUSED = b"\0"
+"""How the answer to a caller begins that is refused; the reason follows."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +77,15 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The caller has no channel of this name yet."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Caller:
+    questions: queue.SimpleQueue[tuple[Ask, bytes | None] | None] = dataclasses.field(default_factory=queue.SimpleQueue)
+    """Each with what was said of it already; None: this end hangs up."""
+    num_open: int = 0
+    """Those not wholly answered."""
+    channel: Channel | None = None
+
+
 class Server:
     """Answers calls, in words, and then in bytes by a thread of the caller's own."""
 
@@ -77,25 +97,25 @@ class Server:
         address: str,
         deadline_s: float,
         words: Callable[[Ask], bytes | None],
-        send: Callable[[Ask, Channel, bytes | None, Callable[[bytes], None]], None],
+        send: Callable[[Ask, Channel, bytes], None],
+        wait_for_words: Callable[[Ask], bytes] = lambda ask: b"",
     ) -> None:
-        """`words` are what can be said at once, in the one thread of the store: it must not wait. `send` sends the bytes that were asked
-        for; it is given what was said, and where that was nothing (None) the way to say it. Words are never empty.
+        """`words` are what can be said at once, in the one thread of the store: it must not wait. Where that is nothing (None),
+        `wait_for_words` finds them in the caller's thread. `send` is given what was said, and sends the bytes that were asked for.
 
         Raises `WeightsError` where nobody may listen on `address`.
         """
-        self._connect, self._words, self._send = connect, words, send
+        self._connect, self._words, self._wait_for_words, self._send = connect, words, wait_for_words, send
         self._deadline = timedelta(seconds=deadline_s)
         self._decoder = msgspec.json.Decoder(Ask)
-        self._callers: dict[str, queue.SimpleQueue[tuple[Ask, bytes | None] | None]] = {}
-        self._busy: dict[str, Channel] = {}
-        """Channels to callers that are being answered."""
+        self._callers: dict[str, _Caller] = {}
+        """The one that asked last at the end."""
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         token = secrets.token_hex(16)
         try:
-            self._server = RendezvousServer(address, token, on_call=self._take, max_bytes=MAX_BYTES)
+            self._server = RendezvousServer(address, token, on_call=self._take)
         except OSError as error:
             raise WeightsError(f"cannot offer weights on weights.address = {address!r}: {error.strerror}") from None
         self.place = Place(who=who, address=address, port=self._server.port, token=token)
@@ -108,7 +128,7 @@ class Server:
     def hang_up(self) -> None:
         """Hang up on the callers that are being answered; each may call again. Those that have their answer keep their channels."""
         with self._lock:
-            busy = list(self._busy.values())
+            busy = [caller.channel for caller in self._callers.values() if caller.num_open and caller.channel is not None]
         for channel in busy:
             channel.abort()
 
@@ -118,56 +138,73 @@ class Server:
             self._is_closed.set()
             with self._lock:
                 callers = list(self._callers.values())
-            for waiting in callers:
-                waiting.put(None)
+            for caller in callers:
+                caller.questions.put(None)
             self.hang_up()
             for thread in self._threads:
                 thread.join()
             self._client.close()
             self._server.close()
 
-    def _take(self, call: bytes) -> None:
-        """Begin to answer a call. Raises `msgspec.DecodeError` or `ValueError` where it is none."""
+    def _take(self, call: bytes) -> bytes | None:
+        """Begin to answer a call; return what is said of it, where that is known. Raises `msgspec.DecodeError` or `ValueError` where it is
+        none.
+        """
         ask = self._decoder.decode(call)
         words = self._words(ask)
-        if ask.kind == "policy" and not self._hand_over(ask, words):
-            words = _DROPPED
-        if words is not None:
-            self._server.set(f"{ask.caller}/answer", words)
+        if ask.kind == "policy":
+            with self._lock:
+                refused = self._hand_over(ask, words)
+            words = words if refused is None else refused
+        return words
 
-    def _hand_over(self, ask: Ask, words: bytes | None) -> bool:
-        """Have the caller's thread send; tell whether there is one."""
-        with self._lock:
-            waiting = self._callers.get(ask.caller)
-            if waiting is None and ask.is_new and not self._is_closed.is_set():
-                waiting = self._callers[ask.caller] = queue.SimpleQueue()
-                # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                self._threads.append(threading.Thread(target=self._serve, args=(ask.caller, waiting), name="shards"))
-                self._threads[-1].start()
-        if waiting is not None:
-            waiting.put((ask, words))
-        return waiting is not None
+    def _hand_over(self, ask: Ask, words: bytes | None) -> bytes | None:
+        """Have the caller's thread send; None, or what the caller is told where it does not."""
+        caller = self._callers.pop(ask.caller, None)
+        if caller is None:
+            if not ask.is_new or self._is_closed.is_set():
+                return _DROPPED
+            if len(self._callers) >= MAX_CALLERS and not self._let_go():
+                return _REFUSED + f"it is answering {len(self._callers)} callers, as many as it may".encode()
+            caller = _Caller()
+            # Not as daemons: a thread that is inside a collective library when the interpreter ends would abort the process.
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(threading.Thread(target=self._serve, args=(ask.caller, caller), name="shards"))
+            self._threads[-1].start()
+        self._callers[ask.caller] = caller
+        if caller.num_open >= MAX_OPEN:
+            return _REFUSED + b"it has not answered this caller's questions before"
+        caller.num_open += 1
+        caller.questions.put((ask, words))
+        return None
 
-    def _serve(self, caller: str, waiting: queue.SimpleQueue[tuple[Ask, bytes | None] | None]) -> None:
+    def _let_go(self) -> bool:
+        """Hang up on the caller that has been idle for longest; tell whether there was one."""
+        idle = next((name for name, caller in self._callers.items() if not caller.num_open), None)
+        if idle is not None:
+            self._callers.pop(idle).questions.put(None)
+        return idle is not None
+
+    def _serve(self, name: str, caller: _Caller) -> None:
         store = RendezvousStore(self._client, timeout=self._deadline)
-        channel = None
         try:
             with contextlib.suppress(RuntimeError):  # the caller says what went wrong
-                channel = self._connect(store, caller, TRAINER, address=self.place.address, deadline=self._deadline)
-                while (asked := waiting.get()) is not None and not self._is_closed.is_set():
+                while (asked := caller.questions.get()) is not None and not self._is_closed.is_set():
+                    ask, words = asked
+                    if words is None:
+                        self._server.set(f"{name}/answer", words := self._wait_for_words(ask))
+                    if caller.channel is None:
+                        caller.channel = self._connect(store, name, TRAINER, address=self.place.address, deadline=self._deadline)
+                    self._send(ask, caller.channel, words)
                     with self._lock:
-                        self._busy[caller] = channel
-                    self._send(asked[0], channel, asked[1], lambda words: self._server.set(f"{caller}/answer", words))
-                    with self._lock:
-                        del self._busy[caller]
+                        caller.num_open -= 1
         finally:
             with self._lock:
-                self._callers.pop(caller, None)
-                self._busy.pop(caller, None)
-            if channel is not None:
-                channel.abort()
-            self._server.forget(f"{caller}/")
+                if self._callers.get(name) is caller:
+                    del self._callers[name]
+            if caller.channel is not None:
+                caller.channel.abort()
+            self._server.forget(f"{name}/")
 
 
 class Line:
@@ -201,7 +238,18 @@ class Line:
 
     def answer(self, *, timeout_s: float | None = None) -> tuple[bytes, Channel]:
         """The answer in words, and the channel of its bytes: the one from earlier, or another where the peer has dropped that."""
-        if is_new := self._channel is None:
+        question, self._question = self._question, None
+        assert question is not None, "it was asked"
+        words = question.answer(timeout_s or self._deadline_s)
+        if words.startswith(_REFUSED):
+            raise RuntimeError(f"it refuses the call: {words.removeprefix(_REFUSED).decode(errors='replace')}")
+        if words == _DROPPED:
+            if self._channel is None:
+                raise RuntimeError("it is about to end")
+            self.drop()
+            self.ask(self._asked)
+            return self.answer(timeout_s=timeout_s)
+        if self._channel is None:
             self._channel = self._connect(
                 self._store,
                 self._caller,
@@ -209,15 +257,7 @@ class Line:
                 address=address_towards(self.place.address, self.place.port),
                 deadline=timedelta(seconds=self._deadline_s),
             )
-        question, self._question = self._question, None
-        assert question is not None, "it was asked"
-        if (words := question.answer(timeout_s or self._deadline_s)) != _DROPPED:
-            return words, self._channel
-        self.drop()
-        if is_new:
-            raise RuntimeError("it is about to end")
-        self.ask(self._asked)
-        return self.answer(timeout_s=timeout_s)
+        return words, self._channel
 
     def drop(self) -> None:
         """Hang up; the next call makes another channel."""

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -139,7 +139,15 @@ class Relay:
         self._published = ""
         """Digest of the list of pieces that callers can get."""
         self._changed = threading.Condition()
-        self._server = Server(connect, who=who, address=address, deadline_s=deadline_s, words=self._words, send=self._send)
+        self._server = Server(
+            connect,
+            who=who,
+            address=address,
+            deadline_s=deadline_s,
+            words=self._words,
+            wait_for_words=self._wait_for_words,
+            send=self._send,
+        )
         self.place = self._server.place
         self.num_sent = 0
         """Bytes of policies that were passed on so far."""
@@ -176,15 +184,16 @@ class Relay:
         with self._changed:
             return self._arriving.header() if self._arriving is not None and self._arriving.policy == ask.policy else None
 
-    def _send(self, ask: Ask, channel: Channel, said: bytes | None, say: Callable[[bytes], None]) -> None:
+    def _wait_for_words(self, ask: Ask) -> bytes:
         with self._changed:
-            if said is None:
-                self._changed.wait_for(lambda: self._is(ask.policy), min(BEGIN_S, self._deadline_s))
-            arriving = self._arriving if self._is(ask.policy) else None
-        if said is None:
-            say(said := NOTHING if arriving is None else arriving.header())
+            self._changed.wait_for(lambda: self._is(ask.policy), min(BEGIN_S, self._deadline_s))
+            return NOTHING if self._arriving is None or not self._is(ask.policy) else self._arriving.header()
+
+    def _send(self, ask: Ask, channel: Channel, said: bytes) -> None:
         if said == NOTHING:
             return
+        with self._changed:
+            arriving = self._arriving if self._is(ask.policy) else None
         if arriving is None:
             raise RuntimeError("another policy is taken")
         for part in arriving.memory.split(self._bucket_bytes):

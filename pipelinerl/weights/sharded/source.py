@@ -139,7 +139,7 @@ class ShardSource:
         sends = held is not None and ask.target < len(held.headers) and bool(self._plan.buckets[ask.target])
         return held.headers[ask.target] if held is not None and sends else NOTHING
 
-    def _send(self, ask: Ask, channel: Channel, said: bytes | None, say: Callable[[bytes], None]) -> None:
+    def _send(self, ask: Ask, channel: Channel, said: bytes) -> None:
         if said == NOTHING:
             return
         buckets, memory = self._plan.buckets[ask.target], self._held[ask.number].memory
