@@ -18,7 +18,7 @@ from orchestrator.simulate.calibrated import world_of_run
 from orchestrator.simulate.planned import SETTABLE, changed, world_of_plan
 from orchestrator.simulate.run import Simulated, simulate
 from orchestrator.simulate.summary import FIGURES, Summary, hangs_on, summary_of
-from orchestrator.simulate.world import Faults, World, refuse_colocated, world_as_data
+from orchestrator.simulate.world import Faults, World, world_as_data
 from pipelinerl.config import Config
 from pipelinerl.config.file import load, load_run
 from pipelinerl.errors import ConfigError, PipelineError
@@ -54,7 +54,6 @@ def main() -> None:
 def _simulate(arguments: argparse.Namespace) -> None:
     is_run = arguments.config.is_dir()
     config = (load_run if is_run else _load)(arguments.config, overrides=arguments.overrides)
-    refuse_colocated(config)
     like = arguments.like or (arguments.config if is_run and not arguments.gpu else None)
     world = _world(config, like=like, gpu=arguments.gpu, given=arguments.given)
     config = _renamed(config)

@@ -205,6 +205,7 @@ def _sync(journal: RunJournal, steps: list[dict[str, Any]]) -> SyncWorld:
         stage_s=recorded(busy or idle) if swaps else fixed(0.0),
         idle_stage_s=recorded(idle) if idle else None,
         pause_s=statistics.median(swap["pause_s"] for swap in swaps) if swaps else 0.0,
+        sleep_s=statistics.median(journal.sleeps_s) if journal.sleeps_s else 0.0,
     )
 
 

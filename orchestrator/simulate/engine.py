@@ -10,61 +10,44 @@ at any moment follows from a square root. Stretches end only between two passes.
 live loop (`pipelinerl.engine.loop`); there too a version changes between two passes, beside whatever runs.
 
 A full KV cache makes the youngest sequence give way, whose cache is computed again later, as vLLM does.
+
+Where the trainer shares its device, an engine sleeps from the end of a pass until it commits a policy; it keeps its sequences.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import heapq
 from collections.abc import Callable
 
 from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.kv_cache import KvCache
 from orchestrator.simulate.sequence import Sequence, Stretch, interpolate
-from orchestrator.simulate.world import EngineWorld
+from orchestrator.simulate.staging import Committed, Staging
+from orchestrator.simulate.world import EngineWorld, SyncWorld
 from pipelinerl.messages import Finish
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Staging:
-    """A policy on its way into the engine."""
-
-    version: int
-    when_idle: bool
-    kv_max_staleness: int | None
-    began_s: float
-    stage_s: float | None = None
-    """Set once it is staged."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """A change of version."""
-
-    version: int
-    pause_s: float
-    stage_s: float
-    num_running: int
-    num_recomputed_tokens: int
 
 
 class SimulatedEngine:
     """One engine process. `submit`, `cancel`, `begin_staging` and `staged` are what it is told."""
 
-    def __init__(self, world: EngineWorld, *, engine_id: int, max_running: int, cores: Cores, pause_s: float = 0.0) -> None:
-        """`pause_s` is how long a swap holds it up."""
+    def __init__(
+        self, world: EngineWorld, sync: SyncWorld, *, engine_id: int, max_running: int, cores: Cores, keeps_kv: bool = False
+    ) -> None:
+        """`keeps_kv`: it sleeps with its KV cache, which it drops otherwise."""
         self.engine_id = engine_id
         self.version = 0
         self.is_alive = True
         self.on_committed: Callable[[SimulatedEngine, Committed], None] = lambda engine, committed: None
         self.on_busy: Callable[[SimulatedEngine, float, float], None] = lambda engine, start, end: None
         """Called with each stretch of passes."""
+        self.on_asleep: Callable[[SimulatedEngine, float], None] = lambda engine, sleep_s: None
+        """Called once it sleeps, with the seconds that took."""
         self.num_tokens = self.num_steps = self.num_evicted = self.num_prefilled = 0
         self.busy_s = self.idle_s = 0.0
         self._world, self._cores, self._events = world, cores, cores.events
-        self._max_running, self._swap_s = max_running, pause_s
+        self._max_running, self._swap_s, self._sleep_s, self._keeps_kv = max_running, sync.pause_s, sync.sleep_s, keeps_kv
         self._cache = KvCache(num_tokens=world.kv_tokens, has_prefix_cache=world.has_prefix_cache)
         self._pass = 0
         """Passes that are over."""
@@ -86,6 +69,7 @@ class SimulatedEngine:
         self._is_held_up = False
         """True while it pauses for a swap, or is about to begin."""
         self._idle_since = cores.events.now_s
+        self._is_asleep = self._is_told_to_sleep = False
 
     # --- what it is told ---
 
@@ -111,6 +95,11 @@ class SimulatedEngine:
         staging.stage_s = self._events.now_s - staging.began_s
         self._interrupt()
         return staging.stage_s
+
+    def sleep(self) -> None:
+        """Give the device away after the pass and the swap under way; a commit wakes it."""
+        self._is_told_to_sleep = True
+        self._interrupt()
 
     def die(self) -> None:
         """End, with all it has."""
@@ -197,14 +186,25 @@ class SimulatedEngine:
                 self._answer(sequence, Finish.CANCELLED)
         self._cancelled.clear()
         staging = self._staging
-        is_empty = not (self._writing or self._computing or self._waiting)
+        is_empty = self._is_asleep or not (self._writing or self._computing or self._waiting)
         if staging is not None and staging.stage_s is not None and (is_empty or not staging.when_idle):
             self._staging = None
             self._rest(is_idle=False)
             self._events.after(self._swap_s, lambda: self._commit(staging))
+        elif staging is None and self._is_told_to_sleep:
+            self._is_told_to_sleep = False
+            self._rest(is_idle=True)
+            self._events.after(self._sleep_s, self._fall_asleep)
         else:
             self._is_held_up = False
             self._begin_passes()
+
+    def _fall_asleep(self) -> None:
+        if not self.is_alive:
+            return
+        self._is_asleep = True
+        self.on_asleep(self, self._sleep_s)
+        self._plan()
 
     def _reach(self) -> None:
         """Answer what has ended, and tell of marks."""
@@ -231,7 +231,8 @@ class SimulatedEngine:
             return
         self.version = staging.version
         self._commits.append((self._pass, staging.version))
-        num_recomputed = self._recompute(staging.version, limit=staging.kv_max_staleness)
+        is_dropped, self._is_asleep = self._is_asleep and not self._keeps_kv, False
+        num_recomputed = self._drop() if is_dropped else self._recompute(staging.version, limit=staging.kv_max_staleness)
         assert staging.stage_s is not None
         committed = Committed(
             version=staging.version,
@@ -252,9 +253,19 @@ class SimulatedEngine:
             self._computing[sequence] = None
         return sum(sequence.num_pending for sequence in stale)
 
+    def _drop(self) -> int:
+        """Have all caches computed anew, which were dropped for its sleep; return their tokens."""
+        held = [*self._writing, *self._computing]
+        for sequence in reversed(held):
+            self._give_way(sequence)
+        return sum(sequence.num_pending for sequence in held)
+
     # --- passes ---
 
     def _begin_passes(self) -> None:
+        if self._is_asleep:
+            self._rest(is_idle=True)
+            return
         self._make_room()
         num_computed = self._compute()
         num = len(self._writing)
@@ -284,11 +295,13 @@ class SimulatedEngine:
     def _make_room(self) -> None:
         """Have the youngest sequences give way where the next token of all does not fit; the last one always goes on."""
         while len(self._writing) > 1 and self._cache.overflows(self._pass):
-            sequence = next(reversed(self._writing))
-            self._leave(sequence)
+            self._give_way(next(reversed(self._writing)))
             self.num_evicted += 1
-            sequence.num_pending = sequence.num_tokens
-            self._waiting.appendleft(sequence)
+
+    def _give_way(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.num_pending = sequence.num_tokens
+        self._waiting.appendleft(sequence)
 
     def _compute(self) -> int:
         """Compute prompts, as many as a pass takes; return their tokens. What is then whole writes in this very pass."""

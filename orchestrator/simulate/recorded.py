@@ -23,6 +23,8 @@ class RunJournal:
     """Reports of each engine's own journal, in order."""
     steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     swaps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    sleeps_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds in which an engine fell asleep, where it shares its device with the trainer."""
     scorer: dict[str, Any] | None = None
     """The last report of the reward scorer."""
     prm: dict[str, Any] | None = None
@@ -74,6 +76,8 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
                 found.steps.append(line)
             case "swap":
                 found.swaps.append(line)
+            case "asleep":
+                found.sleeps_s.append(float(line["sleep_s"]))
             case _:
                 pass
     for span in read_spans(run_folder):

@@ -19,6 +19,7 @@ from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.group_cut import group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.lengths import Lengths
+from orchestrator.simulate.alternation import Alternation
 from orchestrator.simulate.batching import Batching, MethodFilter, step_rules_of
 from orchestrator.simulate.books import Books
 from orchestrator.simulate.cores import Cores
@@ -147,16 +148,15 @@ class _Run:
         self.fault_world, self.chance = faults, np.random.default_rng((seed, 2))
         self.concurrency: Concurrency | None = None
         self.migration: Migration | None = None
-        self.is_finished = False
-        self._num_tokens_of_dead = 0
+        self.is_finished, self._num_tokens_of_dead = False, 0
         self._join()
 
     # --- parts ---
 
     def _engine(self, number: int) -> SimulatedEngine:
-        config, world = self.config, self.world
+        settings, world, keeps_kv = self.config.engine, self.world, self.config.engine.sleep_kv == "keep"
         engine = SimulatedEngine(
-            world.engine, engine_id=number, max_running=config.engine.max_running, cores=self.cores, pause_s=world.sync.pause_s
+            world.engine, world.sync, engine_id=number, max_running=settings.max_running, cores=self.cores, keeps_kv=keeps_kv
         )
         if number < MAX_LANES:
             engine.on_busy = lambda engine, start, end: self.record.span(f"engine-{engine.engine_id}", "forward", start, end)
@@ -253,6 +253,7 @@ class _Run:
         self.trainer.on_begun = self._step_begun
         self.trainer.on_span = lambda name, start, end: self.record.span("trainer-0", name, start, end)
         self.weight_sync.on_line = self.record.line
+        self.alternation = Alternation(self.trainer, self.weight_sync, self.engines) if self.config.is_colocated else None
         self.weight_sync.begin()
         if self.config.pipeline.adaptive_concurrency and self.engines[0].kv_used is not None:
             self.concurrency = Concurrency(

@@ -51,6 +51,12 @@ class Trainer:
         """Called with each piece of work, by the name of its span."""
         self.on_begun: Callable[[int], None] = lambda step: None
         """Called as the first row of a step begins."""
+        self.may_train: Callable[[], bool] = lambda: True
+        """The callback says whether rows may be taken: where engines share the trainer's devices, in its own phase alone."""
+        self.on_moved: Callable[[], None] = lambda: None
+        """Called where its phase may be due, or over: a step was closed, a policy published, or the trainer began anew."""
+        self.num_closed = 0
+        """Steps that have all their rows."""
         self.step = 0
         """Step being trained."""
         self.steps: dict[int, OpenStep] = collections.defaultdict(OpenStep)
@@ -76,6 +82,11 @@ class Trainer:
         self._is_down = False
 
     @property
+    def published(self) -> int | None:
+        """The newest version that it has published; None after a restart, until the steps since its checkpoint are trained again."""
+        return None if self._is_down or self.step < self._published else self._published
+
+    @property
     def num_bytes_ahead(self) -> int:
         """Bytes of rows of steps after the one being trained."""
         return sum(step.num_bytes for number, step in self.steps.items() if number > self.step)
@@ -91,12 +102,14 @@ class Trainer:
         opened.rows.append(self._world.row_s + self._world.token_s * num_computed + self._world.square_s * squares)
         opened.num_bytes += sum(sample.trajectory.num_bytes for sample in samples)
         opened.num_tokens += num_tokens
-        self._go_on()
+        self.go_on()
 
     def close(self, step: int) -> None:
         """Note that a step has all its rows."""
         self.steps[step].is_closed = True
-        self._go_on()
+        self.num_closed += 1
+        self.on_moved()
+        self.go_on()
 
     def die(self) -> None:
         """End, and come back from the newest checkpoint: the steps since are trained again, from the same rows."""
@@ -113,18 +126,19 @@ class Trainer:
         self._past.clear()
         self.step, self._wave = self._saved, 0
         self._seconds.clear()
+        self.on_moved()
         self._events.after(self._world.restart_s, self._return)
 
     def _return(self) -> None:
         self._is_down = False
         self._waits_since = self._events.now_s
-        self._go_on()
+        self.go_on()
 
     # --- the loop ---
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Train the next wave, or end the step, if what it takes is there."""
-        if self._waits_since is None or self._is_down or self.step >= self._num_steps:
+        if self._waits_since is None or self._is_down or self.step >= self._num_steps or not self.may_train():
             return
         step, first = self.steps.get(self.step), self._wave * self._num_replicas
         if step is None or (self._waits_for_step and not step.is_closed):
@@ -144,7 +158,7 @@ class Trainer:
 
     def _wait(self) -> None:
         self._waits_since = self._events.now_s
-        self._go_on()
+        self.go_on()
 
     def _end_rows(self) -> None:
         """Change the weights, once the last policy is published."""
@@ -175,6 +189,7 @@ class Trainer:
             self._publishing, self._published = None, version
             self._seconds["publish_async_s"] += self._events.now_s - began_s
             self.on_published(version)
+            self.on_moved()
             if (since_s := self._waits_for_publication_since) is not None:
                 self._waits_for_publication_since = None
                 self._note("publish", since_s, self._events.now_s)
@@ -184,6 +199,7 @@ class Trainer:
         self._save()
 
     def _save(self) -> None:
+        self.on_moved()
         if self.step % self._every and self.step < self._num_steps:
             self._wait()
             return

@@ -8,10 +8,11 @@ import numpy as np
 
 from orchestrator.rules.admission import Admission
 from orchestrator.rules.swaps import Policy, Swaps
-from orchestrator.simulate.engine import Committed, SimulatedEngine
+from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.generation import Generation
 from orchestrator.simulate.links import Link
+from orchestrator.simulate.staging import Committed
 from orchestrator.simulate.world import SyncWorld
 
 
@@ -31,6 +32,11 @@ class WeightSync:
     ) -> None:
         self.on_line: Callable[..., None] = lambda kind, **fields: None
         """Called with what the journal tells of."""
+        self.may_order: Callable[[], bool] = lambda: True
+        """The callback says whether engines may be told of policies: not while the trainer has their devices."""
+        self.on_joined: Callable[[SimulatedEngine], None] = lambda engine: None
+        self.on_left: Callable[[int], None] = lambda engine_id: None
+        self.on_committed: Callable[[SimulatedEngine], None] = lambda engine: None
         self.swaps = Swaps()
         self._events, self._world, self._link, self._generation = events, world, link, generation
         self._admission, self._kv_max_staleness = admission, kv_max_staleness
@@ -46,24 +52,30 @@ class WeightSync:
         self.on_line("policy", version=version, buffer=f"simulated-{version}", digest="", rollback_epoch=0)
         self.swaps.published(Policy(age=(0, version), buffer=f"simulated-{version}", digest=""))
         self._admission.published(version)
+        self.order_all()
+        self.swaps.take_free_buffers()
+
+    def order_all(self) -> None:
+        """Tell every engine to fetch the newest policy."""
         for engine in self._generation.engines:
             self._order(engine)
-        self.swaps.take_free_buffers()
 
     def joined(self, engine: SimulatedEngine) -> None:
         """Take an engine that announces itself: the first of its name, or one after a death."""
         engine.on_committed = self._committed
         self.on_line("joined", engine_id=engine.engine_id, version=engine.version, rollback_epoch=0, running={})
         self.swaps.joined(engine.engine_id, (0, engine.version))
+        self.on_joined(engine)
         self._order(engine)
 
     def left(self, engine_id: int) -> None:
         """Note that an engine has died."""
         self.on_line("left", engine_id=engine_id)
         self.swaps.left(engine_id)
+        self.on_left(engine_id)
 
     def _order(self, engine: SimulatedEngine) -> None:
-        if not engine.is_alive or (policy := self.swaps.next_order(engine.engine_id)) is None:
+        if not engine.is_alive or not self.may_order() or (policy := self.swaps.next_order(engine.engine_id)) is None:
             return
         staging = engine.begin_staging(
             version=policy.age[1], when_idle=self._admission.schedule.swaps_when_idle, kv_max_staleness=self._kv_max_staleness
@@ -83,6 +95,7 @@ class WeightSync:
     def _committed(self, engine: SimulatedEngine, committed: Committed) -> None:
         if self.swaps.committed(engine.engine_id, (0, committed.version)):
             self._generation.note(engine)
+            self.on_committed(engine)
             self.on_line(
                 "swap",
                 engine_id=engine.engine_id,

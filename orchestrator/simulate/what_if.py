@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.simulate.calibrated import world_of_run
 from orchestrator.simulate.run import simulate
-from orchestrator.simulate.world import World, refuse_colocated
+from orchestrator.simulate.world import World
 from pipelinerl.config import Config, Mode
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError, PipelineError, Stalled
@@ -38,7 +38,6 @@ def foretell(run_folder: Path, *, budget_s: float = BUDGET_S) -> WhatIfs:
     """Return what single changes would have made of a run. Raises `DataError` where the run tells too little to learn from."""
     ends_s = _step_ends_s(run_folder)
     config = _as_far(load_run(run_folder), num_steps=len(ends_s))
-    refuse_colocated(config)
     world = world_of_run(config, run_folder)
     until_s = time.process_time() + budget_s
     usual_s = _seconds(config, world)

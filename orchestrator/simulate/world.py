@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 
 from orchestrator.simulate.draws import Distribution, fixed
-from pipelinerl.config import Config
-from pipelinerl.errors import ConfigError
 
 _NOTHING, _ONE = fixed(0.0), fixed(1.0)
 _CALL_S, _REPLY_S = fixed(0.01), fixed(0.05)
@@ -63,6 +61,8 @@ class SyncWorld:
     """The same of an engine without a sequence; None: as long."""
     pause_s: float = 0.0
     """Seconds between two passes in which the engine swaps."""
+    sleep_s: float = 0.0
+    """Seconds in which an engine that shares its device with the trainer gives its memory away."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +183,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def refuse_colocated(config: Config) -> None:
-    """Raise `ConfigError` for a run whose engines and trainer take turns on the same devices."""
-    if config.is_colocated:
-        raise ConfigError(
-            'pipeline.placement is "colocated", and the simulator knows only engines and trainer with devices of their own. Add the'
-            " override pipeline.placement=apart to see those"
-        )

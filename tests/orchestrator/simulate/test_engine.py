@@ -8,21 +8,24 @@ from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.sequence import Sequence
-from orchestrator.simulate.world import EngineWorld
+from orchestrator.simulate.world import EngineWorld, SyncWorld
 from pipelinerl.messages import Finish
 
 
 class Bench:
     """One engine, and the times of its answers."""
 
-    def __init__(self, *, max_running: int = 8, pause_s: float = 0.0, **world: object) -> None:
+    def __init__(
+        self, *, max_running: int = 8, pause_s: float = 0.0, sleep_s: float = 0.0, keeps_kv: bool = False, **world: object
+    ) -> None:
         self.events = Events()
         self.engine = SimulatedEngine(
             EngineWorld(**world),  # pyright: ignore[reportArgumentType]
+            SyncWorld(pause_s=pause_s, sleep_s=sleep_s),
             engine_id=0,
             max_running=max_running,
             cores=Cores(self.events),
-            pause_s=pause_s,
+            keeps_kv=keeps_kv,
         )
         self.answers: dict[int, tuple[float, int, list[tuple[int, int]], Finish]] = {}
         """By name: (time, tokens, runs of versions, finish)."""
@@ -178,3 +181,47 @@ def test_busy_and_idle_seconds_add_up_to_all_of_them():
     bench.run()
     gauges = bench.engine.gauges()
     assert (gauges["busy_s"], gauges["idle_s"]) == (pytest.approx(4.0), pytest.approx(1.0 + 3.5))
+
+
+@pytest.mark.parametrize(("keeps_kv", "ends_at", "num_recomputed"), [(False, 13.55, 13), (True, 12.25, 0)])
+def test_an_engine_sleeps_between_two_passes_until_it_commits_and_keeps_its_sequence(keeps_kv: bool, ends_at: float, num_recomputed: int):
+    """A prompt of 10 takes a second, each pass one: told at 3.5 with two tokens written, it sleeps from 4.5 on with three.
+
+    Woken at 10.25, it computes 13 tokens anew in 1.3 seconds, where it has dropped them, and writes the other two.
+    """
+    bench = Bench(pause_s=0.25, sleep_s=0.5, keeps_kv=keeps_kv, pass_s=((1, 1.0),), prefill_token_s=0.1)
+    engine, asleep, swaps = bench.engine, [], []
+    engine.on_asleep = lambda engine, sleep_s: asleep.append((bench.events.now_s, sleep_s, engine.num_running + engine.num_waiting))
+    engine.on_committed = lambda engine, committed: swaps.append(
+        (bench.events.now_s, committed.num_running, committed.num_recomputed_tokens)
+    )
+    bench.ask(0, at=0.0, prompt=10, length=5)
+    bench.events.at(3.5, engine.sleep)
+
+    def stage() -> None:
+        staging = engine.begin_staging(version=1, when_idle=True, kv_max_staleness=None)  # one that sleeps is idle
+        bench.events.at(10.0, lambda: engine.staged(staging))
+
+    bench.events.at(6.0, stage)
+    assert bench.run() == {0: pytest.approx(ends_at)}
+    assert asleep == [(4.5, 0.5, 1)]
+    assert swaps == [(10.25, 1, num_recomputed)]
+    assert bench.answers[0][2] == [(0, 3), (1, 2)]
+    assert engine.gauges()["busy_s"] == pytest.approx(4.0 + ends_at - 10.25)
+
+
+def test_what_an_engine_is_asked_for_while_it_sleeps_begins_once_it_wakes_and_a_swap_under_way_ends_first():
+    bench = Bench(pass_s=((1, 1.0),), sleep_s=0.5)
+    engine, asleep = bench.engine, []
+    engine.on_asleep = lambda engine, sleep_s: asleep.append(bench.events.now_s)
+    first = engine.begin_staging(version=1, when_idle=False, kv_max_staleness=None)
+    bench.events.at(1.0, engine.sleep)
+    bench.events.at(2.0, lambda: engine.staged(first))
+    bench.ask(0, at=3.0, prompt=1, length=1)
+
+    def stage() -> None:
+        engine.staged(engine.begin_staging(version=2, when_idle=False, kv_max_staleness=None))
+
+    bench.events.at(8.0, stage)
+    assert bench.run() == {0: pytest.approx(9.0)}
+    assert asleep == [2.5]
