@@ -18,7 +18,7 @@ PANEL = "Train"
 def plan(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs to place the run on; default: as many as its settings take", min=2)] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs to place the run on; default: as many as its settings take", min=1)] = None,
     gpu: Annotated[str | None, typer.Option(help="their kind: a100, h100, h200, b200, ... or cpu: this machine's memory alone")] = None,
     given: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a measured value for an input of the plan")

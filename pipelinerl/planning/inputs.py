@@ -28,6 +28,10 @@ TRANSPORTS = ("cuda_ipc", "shared_memory", "nccl", "gloo", "files")
 DIRECT = len(TRANSPORTS)
 LOGIT_NUMBERS = 1 << 23
 """Numbers of one table of logits: `trainer.model.room.LEAST_BYTES`, which a head node cannot import. Larger ones take what is free."""
+COLOCATED = 3
+"""The mode, as the formulas know it, in which the same GPUs generate a whole batch and train on it in turns; from here on they are shared."""
+CARRYING = 4
+"""The mode in which they do, and sequences that are not finished go on in the next phase."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ _RUN = {
     "references": Input("", "frozen models the method reads"),
     "critics": Input("", "1: the method trains a second model"),
     "transport": Input("", "weights.transport, as its place in the list; -1: auto"),
-    "mode": Input("", "pipeline.mode: 0 streaming, 1 one_step_off, 2 sync; 3: in turns on the same GPUs, which nothing here does"),
+    "mode": Input("", "pipeline.mode: 0 streaming, 1 one_step_off, 2 sync; on the same GPUs in turns 3: sync, 4: streaming"),
     "prm_gpus": Input("GPUs", "of a process reward model"),
     "prm_parameters": Input("parameters", "of the process reward model (prm.path)"),
     "prm_dtype_bytes": Input("B", "of a number of prm.dtype"),
@@ -215,12 +219,19 @@ def run_inputs(config: Config, shape: Shape, *, method: Method, adapter_paramete
         "references": len(config.reference.folders) if uses_reference and not is_by_adapters else 0,
         "critics": float(bool(method.needs & CRITICS)),
         "transport": TRANSPORTS.index(config.weights.transport) if config.weights.transport in TRANSPORTS else -1,
-        "mode": list(Mode).index(config.pipeline.mode),
+        "mode": mode_of(config.pipeline.mode, is_colocated=config.is_colocated),
         "prm_parameters": prm_parameters,
         "prm_dtype_bytes": DTYPE_BYTES[config.prm.dtype],
         "prm_gpus": config.prm.num_ranks if config.prm.path is not None else 0,
         "batched_tokens": float(batched_tokens(engine.options)),
     }
+
+
+def mode_of(mode: Mode, *, is_colocated: bool) -> int:
+    """The number of a mode, as the formulas know it."""
+    if is_colocated:
+        return CARRYING if mode is Mode.STREAMING else COLOCATED
+    return list(Mode).index(mode)
 
 
 def read_settings(settings: Sequence[str]) -> Values:

@@ -12,9 +12,9 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.planning.formulas import SHEET
-from pipelinerl.planning.inputs import ASSUMED, CHOSEN, DIRECT, TRANSPORTS, gpu_inputs, gpus, origin_of, run_inputs
+from pipelinerl.planning.inputs import ASSUMED, CHOSEN, DIRECT, TRANSPORTS, gpu_inputs, gpus, mode_of, origin_of, run_inputs
 from pipelinerl.planning.memory import adapter_parameters, read_weights
-from pipelinerl.planning.search import COLOCATED, Candidate, judge, search
+from pipelinerl.planning.search import Candidate, judge, search
 from pipelinerl.planning.shape import Shape, read_shape, shape_of
 from pipelinerl.planning.sheet import Values
 
@@ -79,13 +79,17 @@ def make_plan(config: Config, *, gpu: str, num_gpus: int | None, given: Mapping[
     inputs = {**run, **gpu_inputs(gpu), **given}
     wanted = int(SHEET.evaluate(inputs)["used_gpus"])
     total = wanted if num_gpus is None else num_gpus
-    if total < 2 + inputs["prm_gpus"]:
-        raise ConfigError(f"--gpus {total}: a run takes at least {2 + inputs['prm_gpus']:.0f}, for its trainer and an engine each")
+    least = (1 if config.is_colocated else 2) + inputs["prm_gpus"]
+    if total < least:
+        raise ConfigError(
+            f"--gpus {total}: a run takes at least {least:.0f}, for its trainer and an engine{'' if config.is_colocated else ' each'}"
+        )
     placements = {CONFIGURED: judge(inputs, shape, num_gpus=total)}
     found = search(inputs, shape, num_gpus=total)
     if found:
         placements[BEST] = found[0]
-    what_ifs = {"what if colocated, in turns": {"mode": float(COLOCATED)}}
+    name = "what if apart, each with its own" if config.is_colocated else "what if colocated, in turns"
+    what_ifs = {name: {"mode": float(mode_of(config.pipeline.mode, is_colocated=not config.is_colocated))}}
     if total > inputs["gpus_per_node"]:
         what_ifs["what if all cards sent policies"] = {"transport": float(DIRECT)}
     for name, changed in what_ifs.items():

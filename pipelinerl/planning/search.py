@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pipelinerl.config.families import FAMILIES
 from pipelinerl.config.layout import Layout, problems_of
 from pipelinerl.planning.formulas import SHEET
-from pipelinerl.planning.inputs import DIRECT, TRANSPORTS
+from pipelinerl.planning.inputs import COLOCATED, DIRECT, TRANSPORTS
 from pipelinerl.planning.shape import Shape
 from pipelinerl.planning.sheet import Values
 
@@ -20,8 +20,6 @@ MAX_SPLITS = 16
 """Splits of the GPUs that are looked at. More take longer and move the answer by less than the formulas are off."""
 RUNNING = (32, 64, 128, 256, 512, 1024)
 """Values of `engine.max_running` that are tried."""
-COLOCATED = 3
-"""The mode, as the formulas know it, in which the same GPUs generate and train in turns."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +116,8 @@ def engines_of(num_gpus: int, inputs: Mapping[str, float], shape: Shape) -> Iter
         for pipeline in _powers(16):
             if engine_obstacles(tensor, pipeline, shape) or num_gpus < tensor * pipeline:
                 continue
+            if inputs["mode"] >= COLOCATED and tensor * pipeline > 1:
+                continue  # engines of several ranks know no sleep
             own = {"engines": num_gpus // (tensor * pipeline), "engine_tensor": tensor, "engine_pipeline": pipeline}
             for transport in transports:
                 if transport == TRANSPORTS.index("shared_memory") and num_gpus >= inputs["gpus_per_node"]:
@@ -147,8 +147,8 @@ def obstacles(inputs: Mapping[str, float], shape: Shape) -> Iterator[str]:
         yield "transformers has no kimi_k2, so the trainer has none"
     if inputs["transport"] == DIRECT:
         yield "every trainer rank sending to every engine rank: no transport here does"
-    if inputs["mode"] >= COLOCATED:
-        yield "taking turns on the same GPUs: no engine gives its memory back while the trainer works"
+    if inputs["mode"] >= COLOCATED and inputs["engine_tensor"] * inputs["engine_pipeline"] > 1:
+        yield "taking turns on the same GPUs: an engine of several ranks knows no sleep yet"
 
 
 def _joined(inputs: Mapping[str, float], trainers: list[tuple[Values, Values]], engines: Values) -> Values | None:

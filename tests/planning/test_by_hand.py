@@ -176,6 +176,32 @@ def test_a_mode_in_which_both_wait_for_each_other_takes_the_slower_of_them() -> 
     one_step_off = figures_of("Qwen2.5-7B", pipeline={"mode": "one_step_off"})
     assert one_step_off["step_s"] == max(one_step_off["batch_s"], one_step_off["training_s"]) + one_step_off["sync_s"]
     assert one_step_off["expected_staleness"] == 1
-    colocated = figures_of("Qwen2.5-7B", given={"mode": 3.0})
-    assert colocated["step_s"] == colocated["turns_step_s"] + 10
-    assert colocated["used_gpus"] == 1
+
+
+def test_engines_and_trainer_in_turns_share_gpus_their_memory_and_a_step() -> None:
+    """Qwen2.5-7B on eight GPUs, fully sharded; an engine of one rank on each.
+
+    Between two phases a trainer rank keeps an eighth of the weights, in float32, and of the optimizer's moments; the rest is the engine's,
+    which is woken by the policy that it needs, so none is staged beside its weights.
+    """
+    run = {"trainer": {"ranks": 8, "parallel": {"shard": 8}}, "engine": {"count": 8, "max_running": 64}, "rollout": {"max_tokens": 2048}}
+    load = {"batch": {"max_tokens": 4096}, "model": {"max_tokens": 4096}, "given": {"mean_tokens": 1024.0, "length_cv": 0.5}}
+    whole = figures_of("Qwen2.5-7B", **run, **load, pipeline={"placement": "colocated", "mode": "sync"})
+    carried = figures_of("Qwen2.5-7B", **run, **load, pipeline={"placement": "colocated"})
+    apart = figures_of("Qwen2.5-7B", **run, **load)
+    assert (whole["used_gpus"], carried["used_gpus"], apart["used_gpus"]) == (8, 8, 16)
+    resident = N / 8 * (4 + 8) + 1.5e9
+    assert carried["resident_bytes"] == pytest.approx(resident)
+    assert carried["kv_cache_bytes"] == pytest.approx(apart["kv_cache_bytes"] + apart["staged_bytes"] - resident)
+    assert carried["trainer_rank_room"] == pytest.approx(apart["trainer_rank_room"] + apart["published_bytes"] - 2 * 2**30)
+    assert whole["step_s"] == whole["turns_step_s"] + 10
+    assert whole["expected_staleness"] == 0
+    # Each of 64 sequences has 256 + 1024 * 1.25 / 2 tokens in its cache, which a prompt's speed computes anew.
+    prompt_token_s = 2 * (N - TABLE) / (H100["peak"] * 0.5)
+    again = 64 * (256 + 640) * prompt_token_s
+    assert carried["recompute_s"] == pytest.approx(again)
+    tokens = carried["step_tokens"]
+    assert carried["step_s"] == pytest.approx(tokens / carried["generated_rate"] + again + carried["training_s"] + carried["sync_s"] + 10)
+    assert carried["step_s"] < whole["step_s"], "nobody waits for the longest of a batch"
+    tail = min(2.0, 1 + 0.5 * math.sqrt(3) * 7 / 9)
+    assert carried["expected_staleness"] == pytest.approx(min(4.0, 8 * 64 * tail / (tokens / 1024)))

@@ -53,6 +53,17 @@ def test_it_shows_placements_memory_ways_of_a_policy_and_what_hangs_on_what(conf
     assert "trainer.ranks=" in shown
 
 
+def test_a_run_in_turns_is_planned_on_the_gpus_that_both_share_and_beside_it_one_that_is_apart(config: Path) -> None:
+    found = json.loads(plan(config, "--gpus", "1", "--gpu", "h200", 'pipeline.placement="colocated"', "--json").stdout)["placements"]
+    assert found["as configured"]["figures"]["used_gpus"] == 1
+    assert list(found) == ["as configured"], "nothing that trains all weights of this model fits one GPU"
+    with pytest.raises(ConfigError, match="--gpus 1: a run takes at least 2, for its trainer and an engine each"):
+        plan(config, "--gpus", "1", "--gpu", "h200")
+    shown = plan(config, *GPUS, 'pipeline.placement="colocated"').stdout
+    assert "what if apart" in shown
+    assert "what if colocated" not in shown
+
+
 def test_a_policy_that_travels_for_longer_than_the_staleness_bound_is_what_bounds_the_run(config: Path) -> None:
     """By gloo at a tenth of the usual speed a policy is on its way for minutes, and no step may be shorter than a fourth of that."""
     arguments = (*GPUS, 'weights.transport="gloo"', "--set", "gloo_bandwidth=5e8")

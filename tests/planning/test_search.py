@@ -9,6 +9,7 @@ import pytest
 
 from pipelinerl.config.layout import Layout, problems_of
 from pipelinerl.planning.formulas import SHEET
+from pipelinerl.planning.inputs import COLOCATED
 from pipelinerl.planning.search import engine_obstacles, engines_of, judge, search, splits, trainers_of
 from tests.planning.runs import inputs_of, shape_of
 
@@ -84,8 +85,12 @@ def test_what_cannot_be_run_here_is_named() -> None:
     assert not sinks.is_runnable
     inputs = inputs_of("Qwen2.5-7B", engine={"options": {"tensor_parallel_size": 3}})
     assert judge(inputs, shape_of("Qwen2.5-7B")).obstacles[0].startswith("tensor_parallel_size = 3 does not divide 28 heads")
-    turns = judge(inputs_of("Qwen2.5-7B") | {"mode": 3.0}, shape_of("Qwen2.5-7B"))
-    assert any("taking turns on the same GPUs" in one for one in turns.obstacles)
+    for tensor, is_refused in ((1, False), (2, True)):
+        turns = judge(
+            inputs_of("Qwen2.5-7B", engine={"options": {"tensor_parallel_size": tensor}}) | {"mode": float(COLOCATED)},
+            shape_of("Qwen2.5-7B"),
+        )
+        assert any("an engine of several ranks knows no sleep yet" in one for one in turns.obstacles) == is_refused
 
 
 def test_what_does_not_fit_says_what_and_what_to_do() -> None:

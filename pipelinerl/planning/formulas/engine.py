@@ -29,9 +29,15 @@ ENGINE_MEMORY = (
         "arXiv 2305.13245; 2405.04434 section 2.1",
     ),
     Row(
+        "resident_bytes",
+        "B",
+        "trainer_weights_bytes + trainer_optimizer_bytes + critic_bytes + reference_bytes + trainer_process_bytes if mode >= 3 else 0",
+        "what the trainer keeps on the GPU while the engine has it; 0 where each has its own",
+    ),
+    Row(
         "engine_left_bytes",
         "B",
-        "gpu_bytes * (1 - engine_margin_fraction) - engine_weights_bytes - engine_pass_bytes - engine_process_bytes",
+        "gpu_bytes * (1 - engine_margin_fraction) - engine_weights_bytes - engine_pass_bytes - engine_process_bytes - resident_bytes",
         "left beside weights and a pass",
     ),
     Row(
@@ -45,14 +51,14 @@ ENGINE_MEMORY = (
     Row(
         "stages_on_host",
         "",
-        "1 if engine_left_bytes - policy_parameters * engine_dtype_bytes / engine_ranks < wanted_cache_bytes else 0",
+        "1 if mode < 3 and engine_left_bytes - policy_parameters * engine_dtype_bytes / engine_ranks < wanted_cache_bytes else 0",
         "1: the next policy waits on the host, and a swap is as fast as its link",
     ),
     Row(
         "staged_bytes",
         "B",
-        "0 if stages_on_host > 0 else policy_parameters * engine_dtype_bytes / engine_ranks",
-        "the next policy beside the weights (swap)",
+        "0 if stages_on_host > 0 or mode >= 3 else policy_parameters * engine_dtype_bytes / engine_ranks",
+        "the next policy beside the weights (swap); an engine that sleeps is woken by it",
     ),
     Row("kv_cache_bytes", "B", "max(0, engine_left_bytes - staged_bytes)", "KV cache of a rank: what is left"),
     Row("kv_tokens", "tokens", "kv_cache_bytes / max(1, kv_token_bytes)", "that the KV cache of an engine holds"),

@@ -89,10 +89,23 @@ TIME = (
     ),
     Row("turns_step_s", "s", "batch_s + training_s + sync_s", "a step where generation and training take turns, each on its own GPUs"),
     Row(
+        "recompute_s",
+        "s",
+        "running * decode_context * prefill_s * mean_tokens / prompt_tokens",
+        "computing anew the KV caches of an engine's running sequences, which were dropped for the trainer",
+    ),
+    Row(
+        "carrying_step_s",
+        "s",
+        "step_tokens / generated_rate + recompute_s + training_s + sync_s + 2 * switch_s",
+        "a step in turns on the same GPUs, where sequences that are not finished go on in the next phase",
+    ),
+    Row(
         "step_s",
         "s",
         "max(step_tokens / min(generated_rate, trained_rate), sync_s / max(1, max_staleness)) if mode < 1"
-        " else max(batch_s, training_s) + sync_s if mode < 2 else turns_step_s if mode < 3 else turns_step_s + 2 * switch_s",
+        " else max(batch_s, training_s) + sync_s if mode < 2 else turns_step_s if mode < 3 else turns_step_s + 2 * switch_s if mode < 4"
+        " else carrying_step_s",
         "one optimizer step: streaming at min(R, T), and no policy is on its way for longer than the staleness bound; one step off at the"
         " slower of both, and the sync; else in turns",
         "R and T: arXiv 2509.19128 appendix A",
@@ -136,8 +149,9 @@ STALENESS = (
     Row(
         "expected_staleness",
         "versions",
-        "min(max_staleness, flight_staleness + queue_staleness + sync_staleness) if mode < 1 else 1 if mode < 2 else 0",
-        "mean; never above the bound",
+        "min(max_staleness, flight_staleness + queue_staleness + sync_staleness) if mode < 1 else 1 if mode < 2 else 0 if mode < 4"
+        " else min(max_staleness, in_flight * tail / step_rollouts)",
+        "mean; never above the bound. In turns nothing waits for the trainer, and no policy is on its way",
     ),
     Row(
         "longest_lag",

@@ -170,7 +170,12 @@ TRAINER_MEMORY = (
         " + offloads_reference * references * rank_parameters * dtype_bytes",
         "on the host, for each rank",
     ),
-    Row("trainer_rank_room", "B", "gpu_bytes * usable_fraction - trainer_rank_bytes", "left; below 0 it does not fit"),
+    Row(
+        "trainer_rank_room",
+        "B",
+        "gpu_bytes * usable_fraction - trainer_rank_bytes - (engine_process_bytes if mode >= 3 else 0)",
+        "left, beside an engine that sleeps where it has the same GPU; below 0 it does not fit",
+    ),
 )
 
 TRAINING = (
