@@ -29,7 +29,7 @@ DIRECT = len(TRANSPORTS)
 LOGIT_NUMBERS = 1 << 23
 """Numbers of one table of logits: `trainer.model.room.LEAST_BYTES`, which a head node cannot import. Larger ones take what is free."""
 COLOCATED = 3
-"""The mode, as the formulas know it, in which the same GPUs generate a whole batch and train on it in turns; from here on they are shared."""
+"""The mode, as the formulas know it, in which the same GPUs generate a batch and train on it in turns; from here on they are shared."""
 CARRYING = 4
 """The mode in which they do, and sequences that are not finished go on in the next phase."""
 
