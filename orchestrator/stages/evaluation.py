@@ -9,6 +9,7 @@ done, so a run that goes on repeats none, and evaluates anew what was interrupte
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
@@ -80,6 +81,10 @@ class Evaluation:
     """The pairs (version, mean reward) of every evaluation, also of earlier processes of the run."""
     on_evaluated: Callable[[dict[str, Any]], None] = lambda _: None
     """The callback is told the journal's fields of each evaluation."""
+    _num_begun: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Evaluations of each version that were begun. Each has attempts of its own: an engine that still has a turn of one that was cancelled
+    takes no earlier turn of the same attempt.
+    """
 
     async def evaluate(self, version: int) -> float | None:
         """Evaluate a version that every engine holds and that no other follows; return None where it was evaluated before, or was given
@@ -146,8 +151,12 @@ class Evaluation:
             await asyncio.sleep(self.watch.stall_limit_s / LOOKS)
 
     async def _work(self, version: int, engine_ids: Collection[int]) -> float:
+        first_attempt = self._num_begun[version] * MAX_ATTEMPTS
+        self._num_begun[version] += 1
         asked = enumerate(prompt for prompt in self.prompts for _ in range(self.section.samples))
-        plays = [self._play(number, prompt, version=version, engine_ids=engine_ids) for number, prompt in asked]
+        plays = [
+            self._play(number, prompt, version=version, engine_ids=engine_ids, first_attempt=first_attempt) for number, prompt in asked
+        ]
         trajectories = await self._all(plays, awaited="completions")
         scored = await self._all([self._score(trajectory) for trajectory in trajectories], awaited="scores")
         rewards = [score.reward if score.outcome is Outcome.OK and score.reward is not None else 0.0 for score in scored]
@@ -179,7 +188,7 @@ class Evaluation:
                 tasks = [group.create_task(one) for one in work]
             return [task.result() for task in tasks]
 
-    async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int]) -> Trajectory:
+    async def _play(self, number: int, prompt: Prompt, *, version: int, engine_ids: Collection[int], first_attempt: int) -> Trajectory:
         """Return one answer to a prompt: one turn, or an episode."""
         name, engine_id = f"evaluation-{version}/{number}", -1
         stage = self.environment
@@ -189,18 +198,22 @@ class Evaluation:
             episode = dataclasses.replace(stage.begin(prompt), max_tokens=self.sampling.max_tokens)
         async with stage.held(name) if stage is not None else contextlib.nullcontext():
             if episode.is_stateful:
-                episode = episode.observe(await self._request(environment_task(name, attempt=0, episode=episode)))
+                episode = episode.observe(await self._request(environment_task(name, attempt=first_attempt, episode=episode)))
             while not episode.is_over:
-                completion, engine_id = await self._answer(episode, name, version=version, engine_ids=engine_ids)
+                completion, engine_id = await self._answer(
+                    episode, name, version=version, engine_ids=engine_ids, first_attempt=first_attempt
+                )
                 episode = episode.said(completion)
                 if not episode.is_over:
-                    episode = episode.observe(await self._request(environment_task(name, attempt=0, episode=episode)))
+                    episode = episode.observe(await self._request(environment_task(name, attempt=first_attempt, episode=episode)))
         times = {"admitted_at": 0.0, "finished_at": 0.0}
-        return episode.trajectory(rollout_id=name, attempt=0, group_id=-1, sibling=number, engine_id=engine_id, **times)
+        return episode.trajectory(rollout_id=name, attempt=first_attempt, group_id=-1, sibling=number, engine_id=engine_id, **times)
 
-    async def _answer(self, episode: Episode, rollout_id: str, *, version: int, engine_ids: Collection[int]) -> tuple[Completion, int]:
+    async def _answer(
+        self, episode: Episode, rollout_id: str, *, version: int, engine_ids: Collection[int], first_attempt: int
+    ) -> tuple[Completion, int]:
         """Ask until an engine that holds the version answers. An engine that ends before is replaced by another, up to `MAX_ATTEMPTS`."""
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(first_attempt, first_attempt + MAX_ATTEMPTS):
             while (engine_id := self._engine_of(version, engine_ids)) is None:
                 await self.engines.changed.wait()
             answer: asyncio.Future[tuple[Completion, int] | None] = asyncio.get_running_loop().create_future()
@@ -221,7 +234,7 @@ class Evaluation:
             if (answered := await answer) is not None:
                 return answered
         error = f"{MAX_ATTEMPTS} engines ended before they answered"
-        return unanswered(rollout_id, attempt=MAX_ATTEMPTS - 1, error=error), -1
+        return unanswered(rollout_id, attempt=first_attempt + MAX_ATTEMPTS - 1, error=error), -1
 
     def _engine_of(self, version: int, engine_ids: Collection[int]) -> int | None:
         """Return the least busy of these engines that holds the version; None where none does."""

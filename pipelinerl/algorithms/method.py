@@ -54,16 +54,17 @@ class Need(enum.StrEnum):
         "anchors",
         Supplier.SETTING,
         "",
-        "gigpo compares turns that left equal states of an episode of several turns, and a rollout here is one turn, whose only state is"
-        " the prompt, among whose siblings it would be grpo; set environment.function, or choose grpo or, with a process reward model,"
-        " step_grpo",
+        "it compares turns that answer equal states, which an environment names; without one a rollout is one turn, whose only state is"
+        " the prompt, among whose siblings it would be grpo, or is played by an agent, who names none; set environment.function, or choose"
+        " grpo, with agents tree_grpo or mt_grpo, or with a process reward model step_grpo",
     )
     """The turns of an episode, and an identity of the state that each answered, equal for equal states of sibling rollouts."""
     TURNS = (
         "turns",
         Supplier.SETTING,
         "",
-        "it compares turns of episodes, and a rollout here is one turn; set environment.function, or choose grpo",
+        "it compares turns of episodes, and a rollout here is one turn; set environment.function, or have agents play (a [gateway]"
+        " section), or choose grpo",
     )
     """The turns of an episode, each with the one that it continues and the reward that it earned."""
     ROLES = "roles", Supplier.GROUP

@@ -250,7 +250,8 @@ def facts_of(config: Config) -> RunFacts:
     offers |= REFERENCE_OFFERS if config.reference.folders else frozenset()
     offers -= {Need.DIVERGENCE} if config.trainer.layout.pipeline > 1 else frozenset()
     offers |= {Need.STEP_SCORES} if config.prm.is_used else frozenset()
-    offers |= {Need.ANCHORS, Need.TURNS} if config.environment.is_used else frozenset()
+    offers |= {Need.ANCHORS} if config.environment.is_used else frozenset()  # an agent outside of the run names no states
+    offers |= {Need.TURNS} if config.environment.is_used or config.gateway is not None else frozenset()
     offers |= {Need.PREDICTIONS} if config.stops_early else frozenset()
     bound = {Mode.SYNC: 0, Mode.ONE_STEP_OFF: 1}.get(config.pipeline.mode, config.pipeline.max_staleness)
     return RunFacts(

@@ -18,7 +18,7 @@ from pipelinerl.algorithms.method import Aggregation, Method, Need, Rule
 from pipelinerl.algorithms.methods import METHODS, resolve
 from pipelinerl.algorithms.methods import method_of as supplied_method_of
 from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer, specs_of
-from pipelinerl.config import Config
+from pipelinerl.config import Config, GatewaySection
 from pipelinerl.errors import ConfigError
 from tests.algorithms.every_method import filled
 from tests.algorithms.rows import EVERYTHING, method_of
@@ -159,7 +159,7 @@ def test_a_method_that_reads_a_reference_is_refused_until_one_is_named() -> None
 
 
 def test_a_method_whose_inputs_nothing_here_supplies_is_refused_with_what_would() -> None:
-    with pytest.raises(ConfigError, match=r"needs anchors, which this run does not offer: gigpo .* of an episode of several turns"):
+    with pytest.raises(ConfigError, match=r"needs anchors, which this run does not offer: it compares turns that answer equal states"):
         supplied_method_of(run_with("gigpo", reference="models/base"))
 
 
@@ -168,6 +168,17 @@ def test_an_environment_supplies_what_methods_of_turns_compare(name: str) -> Non
     settings = run_with(name)
     environment = settings.environment.model_copy(update={"function": "game.py:reply"})
     assert supplied_method_of(settings.model_copy(update={"environment": environment})).name == name
+
+
+@pytest.mark.parametrize("name", ["tree_grpo", "tree_rpo", "mt_grpo"])
+def test_agents_supply_turns(name: str) -> None:
+    assert supplied_method_of(run_with(name).model_copy(update={"gateway": GatewaySection.model_validate({})})).name == name
+
+
+@pytest.mark.parametrize("name", ["gigpo", "hgpo"])
+def test_agents_name_no_states(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs anchors, which this run does not offer: .* by an agent, who names none"):
+        supplied_method_of(run_with(name).model_copy(update={"gateway": GatewaySection.model_validate({})}))
 
 
 def test_a_greedy_baseline_beside_rewards_that_compare_siblings_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sqlite3
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from orchestrator.advantages import MethodAdvantages
 from orchestrator.rules.batch import Siblings
+from orchestrator.stages.evaluation import Evaluation
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.messages import Finish, Message, Request, Result, ScorerTask
@@ -62,6 +64,25 @@ def test_engines_write_other_episodes_while_an_environment_takes_its_time(tmp_pa
 
     # An episode takes about half a second to write and, at the slower of the two, three times as long to be replied to.
     assert seconds(0.5) < 1.2 * seconds(0.0)
+
+
+def test_an_evaluation_that_was_interrupted_is_made_anew_from_first_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends while its last policy is evaluated evaluates it once more: engines still have later turns of the same episodes."""
+    begun, work = collections.Counter[int](), Evaluation._work
+
+    async def counted(evaluation: Evaluation, version: int, engine_ids: Collection[int]) -> float:
+        begun[version] += 1
+        return await work(evaluation, version, engine_ids)
+
+    monkeypatch.setattr(Evaluation, "_work", counted)
+    held_out, settings = Prompts(seed=9), episodes(evaluation={"every": 1})
+    prompts = tuple(held_out.next() for _ in range(12))
+    simulated = run(settings, folder=tmp_path, world=WORLD, group_advantages=credit, held_out=prompts, stop_at_s=2.3)
+    last = simulated.record.last_version
+    assert last is not None
+    assert begun[last] == 2, "the stop falls into the evaluation of the last policy"
+    assert simulated.ending.evaluations[-1][0] == last
+    assert not [line for line in simulated.lines if line["kind"] == "evaluation_dropped"]
 
 
 @pytest.mark.slow
