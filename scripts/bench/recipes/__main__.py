@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from scripts.bench.recipes.environment import PYTHON, ROOT
 from scripts.bench.recipes.serving import lines, served
-from scripts.bench.recipes.tasks import BATCH, MODEL, make_data, make_model
+from scripts.bench.recipes.tasks import BATCH, MODEL, make_data, make_model, make_taught_demo
 
 SL_STEPS, RL_STEPS = 60, 12
-LIMIT_S = 450.0
+LIMIT_S = 1800.0
 CLOSED = "PIPELINERL_BENCH_CLOSED"
 _SIZES = (f"batch_size={BATCH}", "learning_rate=0.003")
 _RL = ("group_size=8", f"groups_per_batch={BATCH}", "max_tokens=24", "behavior_if_log_dir_exists=delete")
@@ -54,6 +54,17 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
             "behavior_if_log_dir_exists=delete",
         ),
     ),
+    "async_rl": (
+        "",  # asynchronous.py beside this file, on the cookbook's own loop
+        (
+            "max_steps=120",
+            "groups_per_batch=32",
+            "group_size=8",
+            "learning_rate=0.0003",
+            "max_steps_off_policy=3",
+            "loss_fn=ppo",
+        ),
+    ),
     "distillation": (
         "distillation.on_policy_distillation",
         (
@@ -67,7 +78,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Name -> module of the recipe, and what it is told beside the model and the folder of its logs."""
+"""Name -> module of the recipe ("": `asynchronous.py`), and what it is told beside the model and the folder of its logs."""
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -76,6 +87,9 @@ def main(folder: Path, names: list[str]) -> None:
     if "math_rl" in names:
         (folder / MODEL).parent.mkdir()
         (folder / MODEL).symlink_to(ROOT / "runs" / "smollm2-135m-instruct")
+    elif "async_rl" in names:
+        (folder / MODEL).parent.mkdir()
+        (folder / MODEL).symlink_to(make_taught_demo(folder / "demo"))
     else:
         make_model(folder / MODEL)
     make_data(folder, sl_steps=SL_STEPS, rl_steps=RL_STEPS)
@@ -101,7 +115,8 @@ def _recipe(name: str, folder: Path, variables: dict[str, str]) -> list[dict[str
         words = (*words, f"load_checkpoint_path={taught[-2]}")  # of sl_loop: the last is that of rl_loop
     if name == "distillation":
         words = (*words, f"teacher_checkpoint={learned[-1]}")
-    command = [PYTHON, "-m", f"tinker_cookbook.recipes.{module}", f"model_name={MODEL}", f"log_path={logs}", *words]
+    program = ("-m", f"tinker_cookbook.recipes.{module}") if module else (str(ROOT / "scripts/bench/recipes/asynchronous.py"),)
+    command = [PYTHON, *program, f"model_name={MODEL}", f"log_path={logs}", *words]
     environment = {**os.environ, **variables, "TINKER_TELEMETRY": "0", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     with (folder / f"{name}.log").open("w") as log:
         ended = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False)

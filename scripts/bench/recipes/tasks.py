@@ -10,6 +10,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.config.file import load
+from scripts.bench.demo_runs import prepare, warm_start
+
 MODEL = "Qwen/Qwen3-8B-Base"
 """A name that the cookbook knows, with its plainest renderer (`role_colon`); here it is a folder of ours."""
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
@@ -46,6 +49,13 @@ def make_model(folder: Path) -> None:
         dtype="float32",
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_taught_demo(folder: Path) -> Path:
+    """Make the demo's model and its supervised start in an empty folder; return the folder of the taught one."""
+    settings = prepare(folder)
+    warm_start(settings)
+    return load(settings).sft_output
 
 
 def make_data(work: Path, *, sl_steps: int, rl_steps: int) -> None:
