@@ -177,7 +177,7 @@ def _run(method: str, seed: int, folder: Path, taught: Path, *, budget: int) -> 
         "final return": expected_return(run_folder / "model"),
         "tokens": sum(tokens for tokens, _ in _steps(folder)),
         "steps": len(_steps(folder)),
-        "states met again": float("nan") if is_tree else _met_again(run_folder),
+        "states met again": "-" if is_tree else _met_again(run_folder),
     }
     return {"row": row, "curve": curve}
 
@@ -223,6 +223,8 @@ def _mean(rows: list[harness.Row], method: str) -> harness.Row:
 
     def spread(name: str) -> str:
         values = [row[name] for row in own]
+        if isinstance(values[0], str):
+            return values[0]
         return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}"
 
     return {"method": method, "seed": "mean ± std"} | {name: spread(name) for name in own[0] if name not in ("method", "seed")}

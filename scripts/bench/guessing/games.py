@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ def reward(turns: Sequence[str], number: int, **_: object) -> float:
     return guess_number.reward(turns, number) if all(len(said) == 1 for said in turns) else 0.0
 
 
+@functools.cache
 def expected_return(model: Path) -> float:
     """The expected reward of a policy at temperature 1 over all ten numbers: the sum over every line of guesses, by its probability."""
     import torch
