@@ -18,10 +18,10 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -30,6 +30,7 @@ from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import PromptBuilder, longest_prompt
 from orchestrator.run import Run
 from orchestrator.scripted_run import DemonstrationOf, Row, ScriptedRun
+from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.data.demonstrations import DemonstrationEncoder
@@ -40,7 +41,7 @@ from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import Launcher, launcher_of
 from pipelinerl.launch.preflight import check
-from pipelinerl.launch.roles import begin_early, roles_of, sidecars_of
+from pipelinerl.launch.roles import Role, begin_early, processes_beside_script, sidecars_of
 from pipelinerl.launch.run_folder import SCRIPT_FILE, make_run_folder
 from pipelinerl.messages import Prompt
 from pipelinerl.runtime.devices import usable_gpus
@@ -86,7 +87,7 @@ class Controller:
             name = self._resume if isinstance(self._resume, str) else None
             earlier = resuming.find_run(self._config, name) if self._resume else None
             lease = stack.enter_context(held(earlier.folder)) if earlier is not None else None
-            findings = await asyncio.to_thread(lambda: [*_not_in_scripts(self._config), *check(self._config, in_script=True)])
+            findings = await asyncio.to_thread(lambda: [*not_in_scripts(self._config), *check(self._config, in_script=True)])
             refuse(findings)
             show(findings, Console(stderr=True), Level.NOTE, Level.WARN)
             folder = earlier.folder if earlier is not None else make_run_folder(self._config)
@@ -95,7 +96,10 @@ class Controller:
                 resuming.make_ready(self._config, folder, in_script=True)
             (folder / SCRIPT_FILE).write_text(json.dumps({"command": sys.orig_argv}))
             print(f"run folder: {earlier or folder}", flush=True)
-            run, scripted, launcher = self._open(folder, lease=lease, early=early, stack=stack)
+            roles, _ = place(self._config, processes_beside_script(self._config, folder), usable_gpus())
+            run, scripted, launcher = open_run(
+                self._config, folder, roles=roles, lease=lease, early=early, replays=self._replay, stack=stack
+            )
             await stack.enter_async_context(driven(run, scripted, launcher=launcher))
             self._at_end = stack.pop_all()
         return scripted
@@ -103,38 +107,69 @@ class Controller:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._at_end.__aexit__(kind, error, trace)
 
-    def _open(
-        self, folder: Path, *, lease: Lease, early: EarlyProcesses, stack: contextlib.AsyncExitStack
-    ) -> tuple[Run, ScriptedRun, Launcher]:
-        """Open what the run depends on, until `stack` ends."""
-        config = self._config
-        allow_open_files()
-        stack.enter_context(sidecars(folder, sidecars_of(config, folder)))
-        environment = {EPOCH: str(lease.epoch)}
-        given = stack.enter_context(
-            opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True, replays=self._replay)
-        )
-        stack.enter_context(guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, folder, "script")))
-        roles = tuple(role for role in roles_of(config, folder) if role.name != "orchestrator")
-        roles, _ = place(config, roles, usable_gpus())
-        launcher = launcher_of(config, roles, folder, lease=lease, early=early, is_orchestrator=True)
-        run, tokenizer = Run(config, given), load_tokenizer(config.model.path)
-        builder = PromptBuilder(prompt_column=config.data.prompt_column, encoder=encoder_of(config, tokenizer))
-        scripted = ScriptedRun(
-            run,
-            config=config,
-            folder=folder,
-            prompt_of=functools.partial(_own_prompt, builder, longest_prompt(config)),
-            decode=decoder(tokenizer, ends=given.stop_token_ids),
-            demonstration=_demonstrations(config, tokenizer),
-        )
-        return run, scripted, launcher
+
+def open_run(
+    config: Config,
+    folder: Path,
+    *,
+    roles: Sequence[Role],
+    lease: Lease,
+    early: EarlyProcesses,
+    replays: bool,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[Run, ScriptedRun, Launcher]:
+    """Open what the run of one policy depends on, until `stack` ends; `roles` are its processes, each with its devices."""
+    allow_open_files()
+    stack.enter_context(sidecars(folder, sidecars_of(config, folder)))
+    environment = {EPOCH: str(lease.epoch)}
+    given = stack.enter_context(
+        opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True, replays=replays)
+    )
+    stack.enter_context(guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, folder, "script")))
+    launcher = launcher_of(config, tuple(roles), folder, lease=lease, early=early, is_orchestrator=True)
+    run, tokenizer = Run(config, given), load_tokenizer(config.model.path)
+    scripted = ScriptedRun(
+        run,
+        config=config,
+        folder=folder,
+        prompt_of=prompt_maker(config, tokenizer),
+        decode=decoder(tokenizer, ends=given.stop_token_ids),
+        demonstration=_demonstrations(config, tokenizer),
+    )
+    return run, scripted, launcher
+
+
+class Drivable(Protocol):
+    """What goes on beside a script: a whole run, or engines alone."""
+
+    ready: asyncio.Event
+
+    async def run(self) -> object: ...
+
+    def stop(self, reason: str, *, evaluates: bool = True) -> None: ...
+
+
+class Asked(Protocol):
+    """What a script asks of it."""
+
+    @property
+    def waits(self) -> ScriptWaits: ...
+
+    async def leave(self) -> None: ...
+
+
+_Asked = TypeVar("_Asked", bound=Asked)
 
 
 @contextlib.asynccontextmanager
-async def driven(run: Run, scripted: ScriptedRun, *, launcher: Launcher | None) -> AsyncIterator[ScriptedRun]:
-    """Have a run go on beside the block, from its first peer on; end it well where the block ends well, and save it however that ends."""
-    driving = asyncio.create_task(_drive(run, launcher), name="run")
+async def driven(
+    run: Drivable, scripted: _Asked, *, launcher: Launcher | None, on_failed: Callable[[BaseException], None] = lambda error: None
+) -> AsyncIterator[_Asked]:
+    """Have a run go on beside the block, from its first peer on; end it well where the block ends well, and save it however that ends.
+
+    `on_failed` hears what has ended it before the block did.
+    """
+    driving = asyncio.create_task(_drive(run, scripted.waits, launcher, on_failed), name="run")
     ready = asyncio.create_task(run.ready.wait())
     try:
         await asyncio.wait((ready, driving), return_when=asyncio.FIRST_COMPLETED)
@@ -152,10 +187,8 @@ async def driven(run: Run, scripted: ScriptedRun, *, launcher: Launcher | None) 
     await driving
 
 
-async def _drive(run: Run, launcher: Launcher | None) -> None:
+async def _drive(run: Drivable, waits: ScriptWaits, launcher: Launcher | None, on_failed: Callable[[BaseException], None]) -> None:
     """Run to the end, beside the processes. Raises the error that came first, of the run or of a process."""
-    script = run.pipeline.script
-    assert script is not None
     try:
         async with asyncio.TaskGroup() as group:
             if launcher is not None:
@@ -163,14 +196,14 @@ async def _drive(run: Run, launcher: Launcher | None) -> None:
             await run.run()
             if launcher is not None:
                 launcher.orchestrator_ended()
-        script.waits.fail(ScriptError("the block of the Controller is left, and its run has ended: nothing can be asked of it any more"))
-    except BaseExceptionGroup as several:
-        error = _first(several)
-        script.waits.fail(error)
-        raise error from several
+        waits.fail(ScriptError("the block of the Controller is left, and its run has ended: nothing can be asked of it any more"))
     except BaseException as error:
-        script.waits.fail(error)
-        raise
+        first = _first(error)
+        waits.fail(first)
+        on_failed(first)
+        if first is error:
+            raise
+        raise first from error
 
 
 def _first(error: BaseException) -> BaseException:
@@ -187,6 +220,12 @@ def _demonstrations(config: Config, tokenizer: Any) -> DemonstrationOf:
     return lambda row, *, where: encoder().encode(row, where=where)
 
 
+def prompt_maker(config: Config, tokenizer: Any) -> Callable[[int, Row], Prompt]:
+    """Return what makes a prompt of a number and a row of the script's."""
+    builder = PromptBuilder(prompt_column=config.data.prompt_column, encoder=encoder_of(config, tokenizer))
+    return functools.partial(_own_prompt, builder, longest_prompt(config))
+
+
 def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> Prompt:
     """Make a prompt of a row of the script's. Raises `DataError`."""
     prompt = builder.prompt(number, row, epoch=0, where="sample")
@@ -197,7 +236,7 @@ def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> 
     return prompt
 
 
-def _not_in_scripts(config: Config) -> Iterator[Finding]:
+def not_in_scripts(config: Config) -> Iterator[Finding]:
     """Name what a script's run cannot have, and what does nothing in it."""
     for key, is_used in (("prm", config.prm.is_used), ("gateway", config.gateway is not None)):
         if is_used:

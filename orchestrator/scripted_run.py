@@ -15,6 +15,7 @@ import numpy as np
 from orchestrator.ledger.rollouts import Counts
 from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
 from orchestrator.run import Run
+from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Stream
 from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config
@@ -103,6 +104,19 @@ class ScriptedRun:
     def rollouts(self) -> Counts:
         """The rollouts so far by how they ended. `admitted` is the sum of the others, always."""
         return self._given.ledger.counts()
+
+    @property
+    def waits(self) -> ScriptWaits:
+        """How its calls wait."""
+        return self._script.waits
+
+    def holds(self, rollout: Trajectory) -> bool:
+        """Return whether the script has read this very rollout of this policy, and it is not over."""
+        return self._script.book.holds(rollout)
+
+    def tell_owner(self, whose: Callable[[Trajectory], str]) -> None:
+        """Have errors about a rollout that is none of this policy's say whose it is."""
+        self._script.book.whose = whose
 
     # --- rollouts ---
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -79,8 +79,15 @@ class ScriptBook:
         self._withhold = withhold
         self._open: dict[int, _OpenGroup] = {}
         self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self.whose: Callable[[Trajectory], str] = lambda trajectory: ""
+        """Says whose a rollout is that is none of this script's own, where anybody knows."""
 
     # --- rollouts ---
+
+    def holds(self, trajectory: Trajectory) -> bool:
+        """Return whether the script has read this very rollout, and it is not over."""
+        group = self._open.get(trajectory.group_id)
+        return group is not None and group.members.get(trajectory.rollout_id) is trajectory
 
     def check_sample(self, step: int) -> None:
         """Raise `NobodySends` where no engine may sample for a step, however long a script waits."""
@@ -247,10 +254,11 @@ class ScriptBook:
 
     def _group_of(self, trajectory: Trajectory, *, call: str) -> _OpenGroup:
         """Return the group of a rollout that the script has read."""
-        group = self._open.get(trajectory.group_id)
-        if group is not None and group.members.get(trajectory.rollout_id) is trajectory:
-            return group
-        if group is None and trajectory.group_id in self._ended:
+        if self.holds(trajectory):
+            return self._open[trajectory.group_id]
+        if words := self.whose(trajectory):
+            raise ScriptError(f"{call}: rollout {trajectory.rollout_id}: {words}")
+        if trajectory.group_id not in self._open and trajectory.group_id in self._ended:
             raise TrainedTwice(f"{call}: rollout {trajectory.rollout_id} is over: its group {self._ended[trajectory.group_id]}")
         raise ScriptError(
             f"{call}: rollout {trajectory.rollout_id} is none that this script has read in this run and that is not over; a rollout is"

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from orchestrator.peers.asking import answer_of
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.rules.residency import Use
 from orchestrator.rules.validation.violations import Violation
@@ -93,36 +94,17 @@ class ServingBackend:
         version = use.version if self._pins else None
         asked = [msgspec.structs.replace(request, attempt=attempt, version=version) for request in requests]
         try:
-            return list(await _all([self._ask(request) for request in asked]))
+            return list(await _all([answer_of(self._engines, request, refused=_refusal) for request in asked]))
         except asyncio.CancelledError:
             for request in asked:
                 if self._engines.requests.owes(request.rollout_id, attempt):
                     self._engines.requests.withdraw(request.rollout_id, attempt)
             raise
 
-    async def _ask(self, request: Generate) -> Completion | None:
-        while (engine_id := self._engines.least_busy(lambda version: True)) is None:
-            await self._engines.changed.wait()
-        answer: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
-
-        def sink(completion: Completion, engine_id: int) -> None:
-            _settle(answer, completion)
-
-        def lost(engine_id: int) -> None:
-            _settle(answer, None)
-
-        def refused(engine_id: int, violation: Violation) -> None:
-            if not answer.done():
-                answer.set_exception(Refusal(f"engine-{engine_id} gave an impossible answer: {violation.words}", is_asker_wrong=False))
-
-        self._engines.requests.ask(request, engine_id, sink=sink, lost=lost, refused=refused)
-        return await answer
-
 
 async def _all(tasks: Sequence[Awaitable[_T]]) -> Sequence[_T]:
     return await asyncio.gather(*tasks)
 
 
-def _settle(answer: asyncio.Future[Completion | None], completion: Completion | None) -> None:
-    if not answer.done():
-        answer.set_result(completion)
+def _refusal(engine_id: int, violation: Violation) -> Refusal:
+    return Refusal(f"engine-{engine_id} gave an impossible answer: {violation.words}", is_asker_wrong=False)

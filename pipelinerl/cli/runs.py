@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ import typer
 
 from pipelinerl.cli.app import Overrides, RunFolder, console, exit_as
 from pipelinerl.errors import ConfigError
+from pipelinerl.launch.run_folder import policy_folders
 
 commands = typer.Typer()
 PANEL = "Look at a run"
@@ -24,11 +26,14 @@ WHAT_IF_S = 180.0
 def watch(run_folder: RunFolder) -> None:
     """Follow a run in the terminal, from another window or after its end."""
     from pipelinerl.observe.report.reading import has_journal
-    from pipelinerl.observe.terminal import show
+    from pipelinerl.observe.terminal import show, show_all
 
-    has_journal(run_folder)
+    several = policy_folders(run_folder)
+    for folder in several or (run_folder,):
+        has_journal(folder)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(show(run_folder, console=console, until=asyncio.Event()))
+        following = show_all(several, console=console) if several else show(run_folder, console=console, until=asyncio.Event())
+        asyncio.run(following)
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -37,13 +42,20 @@ def view(
     port: Annotated[int, typer.Option(help="0: a free one")] = 0,
     interface: Annotated[str, typer.Option(help="where it listens; the page asks for the token in its address everywhere")] = "127.0.0.1",
 ) -> None:
-    """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too."""
+    """Follow a run in the browser: the pipeline as a picture, curves, who waits for whom, samples. Works on a finished run, too.
+
+    A run of several policies has an address for each.
+    """
     from pipelinerl.observe.view.server import View
 
-    page = View(run_folder, interface=interface, port=port)
-    console.print(f"view: {page.address}", soft_wrap=True)
+    several = policy_folders(run_folder)
+    pages = [View(folder, interface=interface, port=port and port + number) for number, folder in enumerate(several or (run_folder,))]
+    for folder, page in zip(several or (run_folder,), pages, strict=True):
+        console.print(f"view{f' of {folder.name}' if several else ''}: {page.address}", soft_wrap=True)
+    for page in pages[1:]:
+        threading.Thread(target=page.serve, name="view", daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        page.serve()
+        pages[0].serve()
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -51,9 +63,19 @@ def report(
     run_folder: RunFolder,
     what_if: Annotated[bool, typer.Option(help="simulate what other settings would have made of it: at most a minute of a core")] = True,
 ) -> None:
-    """Write a run's report: one self-contained HTML page. Works on a run under way, too."""
-    from pipelinerl.observe.report import write_report
+    """Write a run's report: one self-contained HTML page. Works on a run under way, too.
 
+    A run of several policies has one of each, and one that lays them side by side.
+    """
+    from pipelinerl.observe.report import write_report
+    from pipelinerl.observe.report.comparison import write_comparison
+
+    if several := policy_folders(run_folder):
+        for folder in several:
+            console.print(f"report of {folder.name}: {write_report(folder)}", soft_wrap=True)
+        if len(several) > 1:
+            console.print(f"report: {write_comparison(several, path=run_folder / 'report.html')}", soft_wrap=True)
+        return
     if what_if and (run_folder / "ledger.sqlite").is_file():
         _foretell(run_folder)
     console.print(f"report: {write_report(run_folder)}")
@@ -155,14 +177,24 @@ def ledger(
     """Tell what became of a run's prompts, or, step by step, of one: `pipelinerl ledger RUN 0:17`."""
     from pipelinerl.observe.history import story_of, summary_of
 
-    for line in summary_of(run_folder) if prompt is None else story_of(run_folder, prompt):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    folders = [folder for folder in policy_folders(run_folder) if (folder / "ledger.sqlite").is_file()]  # a frozen policy has none
+    for folder in folders or [run_folder]:
+        if folders:
+            console.print(f"policy {folder.name}:", highlight=False)
+        for line in summary_of(folder) if prompt is None else story_of(folder, prompt):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @commands.command(rich_help_panel=PANEL)
 def check(run_folder: RunFolder) -> None:
     """Judge a run by its ledger and its checkpoints: nothing lost, nothing trained twice, nothing too old."""
-    exit_as("pipelinerl.checker", run_folder)
+    if not (folders := [folder for folder in policy_folders(run_folder) if (folder / "ledger.sqlite").is_file()]):
+        exit_as("pipelinerl.checker", run_folder)
+    codes = []
+    for folder in folders:
+        console.print(f"policy {folder.name}:", highlight=False)
+        codes.append(subprocess.call([sys.executable, "-m", "pipelinerl.checker", str(folder)]))
+    raise typer.Exit(max(codes))
 
 
 @commands.command(rich_help_panel=PANEL)

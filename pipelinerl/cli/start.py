@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.markup import escape
 
 from pipelinerl.cli.app import console, errors
 from pipelinerl.config import Config
+from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
@@ -90,6 +92,28 @@ def print_plan(settings: Config) -> None:
     show(findings, console, Level.OK, Level.NOTE, Level.WARN)
     refuse(findings)
     console.print("nothing is wrong that can be known without loading a model")
+
+
+def print_policies_plan(settings: Config) -> None:
+    """Print what would run of several policies, on which devices, and what is wrong with it; raises as `print_plan`."""
+    from pipelinerl.config.policies import policies_of
+    from pipelinerl.launch.policies import check_policies, place_policies, roles_of_policy
+    from pipelinerl.runtime.findings import Level, refuse, show
+
+    run_folder = settings.run.folder / f"{settings.run.name}-<time>"
+    policies = [dataclasses.replace(one, config=resolved(one.config, is_dry=True)) for one in policies_of(settings)]
+    console.print_json(settings.model_dump_json())
+    processes = {one.name: roles_of_policy(one, run_folder) for one in policies}
+    with contextlib.suppress(ConfigError):  # told below, beside whatever else is wrong
+        processes = {name: roles for name, (roles, _) in place_policies(policies, run_folder, usable_gpus()).items()}
+    for one in policies:
+        console.print(f"policy {one.name}, {'frozen' if one.is_frozen else 'trained'}:", highlight=False)
+        for role in processes[one.name]:
+            console.print(f"  {escape(str(role))}", highlight=False, soft_wrap=True)
+    findings = check_policies(policies, is_dry=True)
+    show(findings, console, Level.OK, Level.NOTE, Level.WARN)
+    refuse(findings)
+    console.print("nothing is wrong that can be known without loading a model; a script starts it, with `pipelinerl.Policies`")
 
 
 def report(run_folder: Path) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from pipelinerl.cli.app import ConfigFile, Overrides, console, exit_as
-from pipelinerl.cli.start import print_plan, train
+from pipelinerl.cli.start import print_plan, print_policies_plan, train
 from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError
@@ -56,7 +56,7 @@ def run(
     """
     settings = resolved(load(config_file, overrides=overrides or []), is_dry=dry_run)
     if dry_run:
-        print_plan(settings)
+        (print_policies_plan if settings.policies else print_plan)(settings)
         return
     train(settings, resume=resume, takes_over=take_over)
 

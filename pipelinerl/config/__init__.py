@@ -77,6 +77,11 @@ class Config(Section):
     ray: RaySection = RaySection()  # pyright: ignore[reportCallIssue]
     sft: SftSection = SftSection()  # pyright: ignore[reportCallIssue]
     sft_stream: SftStreamSection = SftStreamSection()  # pyright: ignore[reportCallIssue]
+    policies: dict[str, dict[str, Any]] = pydantic.Field(
+        default_factory=dict,
+        description="several policies of one script (`pipelinerl.Policies`), a table for each: `[policies.alice]` sets sections of its own,"
+        " as `engine.count`, in place of the file's; `frozen = true`: engines alone, nothing trains it",
+    )
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Config:

@@ -53,16 +53,30 @@ _NO_TARGET = re.compile(r"embed|\.experts\.[0-9]").search
 _REWARD_KEYS = {"model": "model", "dtype": "dtype", "max_model_len": "max_tokens"}
 
 
-def check(config: Config, *, runs_here: bool = True, is_dry: bool = False, in_script: bool = False) -> list[Finding]:
+def check(
+    config: Config,
+    *,
+    runs_here: bool = True,
+    is_dry: bool = False,
+    in_script: bool = False,
+    is_one_of_several: bool = False,
+    is_frozen: bool = False,
+) -> list[Finding]:
     """Look at everything; whatever is wrong is in the findings, all at once.
 
     `runs_here`: this machine will run the processes, so its packages, memory and disks are looked at. `is_dry`: nothing will start, so a
     machine without torch and vLLM may check for another. `in_script`: what a script calls may read what the method does not.
+    `is_one_of_several`: one policy of a run, whose GPUs are dealt elsewhere; `is_frozen`: it has engines alone.
     """
+    if config.policies:
+        do = "a script trains them, with `pipelinerl.Policies` in place of `pipelinerl.Controller` or this command: docs/controller.md"
+        return [fail("policies", f"{', '.join(config.policies)}: several policies have no loop of their own", do=do)]
     has_model = (config.model.path / "config.json").is_file()
     layout = _raised_by(lambda: check_layout(config.trainer.layout, config.model.path)) if has_model else ()
     backend = _raised_by(lambda: _backend(config, has_model=has_model, runs_here=runs_here))
     servable = _raised_by(lambda: check_servable(config.model.path) if config.engine.kind == "vllm" else None)
+    if is_frozen:
+        return collect(_model(config), servable, _engine_options(config), _packages(otherwise=Level.NOTE if is_dry else Level.FAIL))
     trackers = _raised_by(lambda: missing_packages(config.tracking.to))
     looks = [
         _model(config),
@@ -76,7 +90,8 @@ def check(config: Config, *, runs_here: bool = True, is_dry: bool = False, in_sc
     ]
     looks += [_raised_by(lambda: _gateway_packages(config)), _raised_by(lambda: _store(config, is_dry=is_dry or not runs_here))]
     if runs_here:
-        looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config), _gpus(config, is_dry=is_dry)]
+        looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config)]
+        looks += [] if is_one_of_several else [_gpus(config, is_dry=is_dry)]
     if has_model and config.engine.kind == "vllm":
         looks += [_memory(config, runs_here=runs_here)]
     if config.tinker is None:  # else prompts and rewards are the clients' own

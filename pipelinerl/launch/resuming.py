@@ -20,7 +20,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run, write_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import peers_of
-from pipelinerl.launch.run_folder import SCRIPT_FILE, SERVING_FILE, forget_endpoints
+from pipelinerl.launch.run_folder import SCRIPT_FILE, SERVING_FILE, forget_endpoints, policy_folders
 from pipelinerl.storage.schema import refusal
 from pipelinerl.transport.keys import make_keys
 
@@ -56,6 +56,8 @@ many siblings; every size and deadline.
 """
 SERVED_KEYS = ("run.seed", "model.path", "model.dtype", "lora.rank", "lora.alpha", "lora.targets", "batch.max_tokens")
 """Keys that a resumed server must share with its earlier life: what its models are, and how a pass over data is computed again."""
+FROZEN_KEYS = ("model.path", "model.dtype")
+"""Keys that a frozen policy must share with its earlier life."""
 SHOWN = 100
 """Characters of each of two long values that differ, from a little before they do."""
 
@@ -113,6 +115,13 @@ def find_server(config: Config, name: str | None = None) -> Path | None:
     raise ConfigError(f"--resume {name}: no server of that folder or name in {config.run.folder}; there are: {known}")
 
 
+def make_frozen_ready(config: Config, run_folder: Path) -> None:
+    """Make the folder of a frozen policy ready to go on. Raises `ConfigError` where it would be another model."""
+    before = load_run(run_folder)
+    _refuse([key for key in FROZEN_KEYS if _value_of(before, key) != _value_of(config, key)], config, before, run_folder)
+    _forget_processes(config, run_folder)
+
+
 def make_server_ready(config: Config, run_folder: Path) -> None:
     """Make a server's folder ready to go on; only who holds its lease may. Raises `ConfigError` where its models would be others."""
     before = load_run(run_folder)
@@ -121,7 +130,9 @@ def make_server_ready(config: Config, run_folder: Path) -> None:
 
 
 def has_begun(run_folder: Path) -> bool:
-    """Return whether there is anything to go on with: a checkpoint, or a rollout that was admitted."""
+    """Return whether there is anything to go on with: a checkpoint, or a rollout that was admitted, of any policy."""
+    if any(map(has_begun, policy_folders(run_folder))):
+        return True
     if list(run_folder.glob("checkpoints/step-*/manifest.json")):
         return True
     path = run_folder / "ledger.sqlite"
@@ -146,6 +157,8 @@ def make_ready(config: Config, run_folder: Path, *, in_script: bool = False) -> 
         what = "start that script again, with resume=True" if not in_script else "go on with `pipelinerl run --resume`"
         raise ConfigError(f"{run_folder} is a run that {how} has begun: {what}, or start a new run")
     before = load_run(run_folder)
+    if before.policies:
+        raise ConfigError(f"{run_folder} is a run of several policies ({', '.join(before.policies)}): go on with `pipelinerl.Policies`")
     changed = [key for key in FIXED_KEYS if _value_of(before, key) != _value_of(config, key)]
     if method_of(before).adds_greedy != method_of(config).adds_greedy:  # its groups have one sibling more
         changed.append("algorithm.name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipelinerl.config import Config
@@ -60,6 +61,16 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
     )
 
 
+def processes_beside_script(config: Config, run_folder: Path) -> tuple[Role, ...]:
+    """The processes of a script's run: the script itself is the orchestrator."""
+    return tuple(role for role in roles_of(config, run_folder) if role.name != "orchestrator")
+
+
+def engine_roles(config: Config, run_folder: Path) -> tuple[Role, ...]:
+    """The processes of a policy that nothing trains."""
+    return tuple(role for role in roles_of(config, run_folder) if role.program == "pipelinerl.engine")
+
+
 def engines_elsewhere(config: Config, run_folder: Path, part: str) -> Role:
     """The engines of a run that another job starts: part `K/N` of those that the run leaves to others."""
     command = (sys.executable, "-m", "pipelinerl.engine", "--run-folder", str(run_folder), "--elsewhere", part)
@@ -77,10 +88,10 @@ def _scorer_role(run: tuple[str, str]) -> Role:
     return Role(name="scorer-0", command=command, has_nothing_to_save=True)
 
 
-def begin_early(config: Config) -> EarlyProcesses:
+def begin_early(config: Config, *, roles: Callable[[Config, Path], Iterable[Role]] = roles_of) -> EarlyProcesses:
     """Start those processes of a run that import for longest: they need not wait for what is looked at before it. A context."""
     early = EarlyProcesses()
-    for role in roles_of(config, config.run.folder):
+    for role in roles(config, config.run.folder):
         if role.begins_early:
             early.start(role.program, settings=config.model_dump_json())
     return early

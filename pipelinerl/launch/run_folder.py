@@ -20,6 +20,8 @@ SERVING_FILE = "serving.sqlite"
 """What a server owes its clients; see `pipelinerl.tinker.ledger`."""
 SCRIPT_FILE = "script.json"
 """In the folder of a run that a script drives: its command line."""
+POLICIES = "policies"
+"""In the folder of a run with several policies: a run folder for each."""
 
 
 def make_run_folder(config: Config) -> Path:
@@ -55,6 +57,16 @@ def _make_run_folder(config: Config) -> Path:
     folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
     fill(folder, config)
     return folder
+
+
+def folder_of_policy(run_folder: Path, name: str) -> Path:
+    """The folder of one policy in that of a run with several."""
+    return run_folder / POLICIES / name
+
+
+def policy_folders(run_folder: Path) -> tuple[Path, ...]:
+    """The folders of the policies of a run with several; none where it has one, whose folder is the run's."""
+    return tuple(sorted(path.parent for path in (run_folder / POLICIES).glob("*/config.json")))
 
 
 def is_finished(run_folder: Path) -> bool:

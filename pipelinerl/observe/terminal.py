@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -68,6 +68,23 @@ async def show(run_folder: Path, *, console: Console, until: asyncio.Event, bega
                 await asyncio.wait_for(until.wait(), LOOK_EVERY_S)
     if not console.is_terminal and view.state.end_reason is not None:
         say(end_lines(view.state))
+
+
+async def show_all(run_folders: Sequence[Path], *, console: Console) -> None:
+    """Follow the policies of a run, one below the other, until all have ended."""
+    views = [LiveView(folder) for folder in run_folders]
+    live = Live(Group(*views), console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext()
+    with live:
+        while True:
+            for view in views:
+                await asyncio.to_thread(view.look)
+            if isinstance(live, Live):
+                live.refresh()
+            if all(view.state.end_reason is not None for view in views):
+                break
+            await asyncio.sleep(LOOK_EVERY_S)  # a file tells nobody that it has grown
+    if not console.is_terminal:
+        console.print(Group(*views))
 
 
 def render(state: RunState) -> RenderableType:

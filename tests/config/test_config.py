@@ -723,6 +723,7 @@ KEYS = [
     "sft_stream.source",
     "sft_stream.batch_size",
     "sft_stream.coef",
+    "policies",
 ]
 
 

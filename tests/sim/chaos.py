@@ -176,7 +176,7 @@ def survive(
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs. A `script` dies with the orchestrator, and
     begins again with the one that follows; with `replays` it is led through its calls.
     """
-    chaos = _Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
+    chaos = Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
     chaos.group_advantages, chaos.step_rules, chaos.script, chaos.replays = group_advantages, step_rules, script, replays
 
     async def program() -> Survived:
@@ -186,7 +186,7 @@ def survive(
     return simulate(program())
 
 
-class _Chaos:
+class Chaos:
     def __init__(
         self, settings: Config, folder: Path, faults: Faults, world: peers.World, network: NetworkFaults, checkpoint_every: int
     ) -> None:
@@ -203,19 +203,19 @@ class _Chaos:
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
-        self.hubs = self._make_hubs()
+        self.hubs = self.make_hubs()
 
     async def run(self) -> Survived:
         loop = asyncio.get_running_loop()
         with contextlib.closing(Journal(self.folder, "orchestrator")) as journal:
-            roles = [asyncio.create_task(role) for role in self._roles()]
+            roles = [asyncio.create_task(role) for role in self.roles()]
             try:
                 while (ended := await self._life(journal, roles)) is None:
                     self.kills["orchestrator"] += 1
                     for hub in self.hubs:
                         hub.kill()
                     await asyncio.sleep(self.faults.restart_s)
-                    dead, self.hubs = self.hubs, self._make_hubs()
+                    dead, self.hubs = self.hubs, self.make_hubs()
                     for hub, before in zip(self.hubs, dead, strict=True):
                         hub.succeed(before)
             finally:
@@ -235,11 +235,11 @@ class _Chaos:
             device_problems=[] if self.world.device is None else self.world.device.problems,
         )
 
-    def _make_hubs(self) -> list[MemoryHub]:
+    def make_hubs(self) -> list[MemoryHub]:
         return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer, FromGateway)]
 
-    async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
-        """One life of the orchestrator, which its peers outlive; None where it was killed."""
+    def open_run(self, journal: Journal, *, in_script: bool) -> tuple[Run, Ledger, Answers | None]:
+        """What a life of the orchestrator begins with."""
         ledger = Ledger(self.folder / "ledger.sqlite")
         answers = Answers(self.folder / ANSWERS_FILE) if self.replays else None
         run = Run(
@@ -255,13 +255,18 @@ class _Chaos:
                 step_rules=self.step_rules,
                 journal=journal,
                 ledger=ledger,
-                in_script=self.script is not None,
+                in_script=in_script,
                 answers=answers,
             ),
         )
+        return run, ledger, answers
+
+    async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
+        """One life of the orchestrator, which its peers outlive; None where it was killed."""
+        run, ledger, answers = self.open_run(journal, in_script=self.script is not None)
         main = asyncio.create_task(run.run() if self.script is None else self._scripted(run, self.script))
         try:
-            await asyncio.wait({main, *roles}, timeout=self._until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({main, *roles}, timeout=self.until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
             if not main.done() and not any(role.done() for role in roles):
                 ledger.store.abandon()
                 return None
@@ -279,18 +284,21 @@ class _Chaos:
             if answers is not None:
                 answers.close()
 
+    def asked(self, run: Run) -> ScriptedRun:
+        """What a script has of a run."""
+        return ScriptedRun(run, config=self.settings, folder=self.folder, prompt_of=prompt_of, decode=str, demonstration=demonstration)
+
     async def _scripted(self, run: Run, script: Callable[[ScriptedRun], Coroutine[Any, Any, None]]) -> RunResult:
-        scripted = ScriptedRun(run, config=self.settings, folder=self.folder, prompt_of=prompt_of, decode=str, demonstration=demonstration)
-        async with driven(run, scripted, launcher=None):
+        async with driven(run, self.asked(run), launcher=None) as scripted:
             await script(scripted)
         assert run.result is not None
         return run.result
 
-    def _roles(self) -> list[Coroutine[Any, Any, None]]:
+    def engines(self) -> list[Coroutine[Any, Any, None]]:
         def engine(link: MemoryLink, engine_id: int) -> Coroutine[Any, Any, None]:
             return peers.engine(link, engine_id=engine_id, max_running=self.settings.engine.max_running, world=self.world)
 
-        engines = [
+        return [
             self._kept_alive(
                 f"engine-{engine_id}",
                 every_s=self.faults.engine_s,
@@ -299,6 +307,9 @@ class _Chaos:
             )
             for engine_id in range(self.settings.engine.count)
         ]
+
+    def roles(self) -> list[Coroutine[Any, Any, None]]:
+        engines = self.engines()
         scorer = self._kept_alive(
             "scorer-0",
             every_s=self.faults.scorer_s,
@@ -347,7 +358,7 @@ class _Chaos:
                 await asyncio.sleep(self.faults.load_s)
             task = asyncio.create_task(self._serve(role, link, serve))
             try:
-                await asyncio.wait({task}, timeout=self._until_kill(every_s))
+                await asyncio.wait({task}, timeout=self.until_kill(every_s))
                 if task.done() and not isinstance(task.exception(), _KilledByPrompt):
                     await task
                     return
@@ -363,7 +374,7 @@ class _Chaos:
         killers = self.faults.killer_tokens
         await serve(_Deadly(link, killers) if role == "engine" and killers else link)  # pyright: ignore[reportArgumentType]
 
-    def _until_kill(self, every_s: float) -> float | None:
+    def until_kill(self, every_s: float) -> float | None:
         if not every_s or asyncio.get_running_loop().time() >= self.faults.until_s:
             return None
         return self.chance.expovariate(1 / every_s)

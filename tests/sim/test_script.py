@@ -315,7 +315,9 @@ def test_what_a_script_raises_is_raised_after_what_it_trained_is_saved(tmp_path:
     assert kept[0].pipeline.training.session.checkpoints.newest == 1
 
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "scripts").glob("*.py"))
+SEVERAL_POLICIES = {"self_play"}
+"""Loops of several policies, which `test_policies` runs."""
+EXAMPLES = [path for path in sorted((Path(__file__).parents[2] / "examples" / "scripts").glob("*.py")) if path.stem not in SEVERAL_POLICIES]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -1,0 +1,284 @@
+"""A policy that nothing trains: an opponent, a judge or a teacher. It is engines that answer a script, and nothing else of a run.
+
+What it samples is no rollout of a ledger: nothing becomes of it but what the script does with it, and no token of it can be trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from orchestrator.observe.status import EVERY_S
+from orchestrator.peers.asking import answer_of
+from orchestrator.peers.engines import Engines
+from orchestrator.peers.peers import Peers
+from orchestrator.rollouts.rollout import unanswered
+from orchestrator.rollouts.trajectories import end_to_end
+from orchestrator.rules.validation.announcements import AnnouncementCheck
+from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.stages.script_waits import ScriptWaits
+from orchestrator.stages.streams import Intake, Room, Stream
+from pipelinerl.config import Config
+from pipelinerl.errors import PeerRefused, ScriptError
+from pipelinerl.messages import Completion, Finish, Float32, Generate, Prompt, Sampling, Stop, Trajectory
+from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.watch import Watch, wait_for
+from pipelinerl.transport.base import Hub
+
+MAX_ATTEMPTS = 5
+"""Times that a sequence is asked for: again where its engine is lost, or gives an impossible answer. More only repeats what fails."""
+VERSION = 0
+"""The only version of a policy that nothing trains."""
+
+
+class FrozenPolicy:
+    """Engines that hold one model for good, as a script sees them."""
+
+    version = VERSION
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        *,
+        folder: Path,
+        hub: Hub,
+        journal: Journal,
+        prompt_of: Callable[[int, Mapping[str, Any]], Prompt],
+        decode: Callable[[list[int]], str],
+        stop_token_ids: tuple[int, ...] = (),
+        vocabulary: int | None = None,
+        replace: Callable[[str], None] | None = None,
+    ) -> None:
+        """`prompt_of` makes a prompt of a number and a row, `decode` the text of a completion's tokens; `replace`: see `Peers`."""
+        self.name = name
+        self.config = config
+        self.folder = folder
+        """Its own folder, in that of the run: journal, logs, settings."""
+        self.ready = asyncio.Event()
+        """Set once every engine is there."""
+        self._journal = journal
+        self._prompt_of = prompt_of
+        self._decode = decode
+        self._vocabulary = vocabulary
+        self._watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
+        self.waits = ScriptWaits(watch=self._watch, owner=f"policy {name}")
+        """How calls of the script wait."""
+        peers = Peers(
+            hub,
+            role="engine",
+            expected=config.engine.count,
+            ready_deadline_s=config.engine.ready_deadline_s,
+            silent_after_s=config.engine.silent_after_s,
+            replace=replace,
+            tell=self._report,
+            has_spares=True,
+            max_processes=None if replace is None else 2 * config.run.restarts + 10,  # as in `orchestrator.parts`
+        )
+        self._engines = Engines(
+            peers,
+            expected=config.engine.count,
+            watch=self._watch,
+            credits=Signal(),
+            completion_check=CompletionCheck(vocabulary=vocabulary),
+            announcement_check=AnnouncementCheck(max_outstanding=config.max_running_rollouts, num_steps=VERSION),
+        )
+        self._sampling = Sampling(
+            max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+            stop_token_ids=stop_token_ids,
+            stop=config.rollout.stop,
+        )
+        self._slots = asyncio.Semaphore(config.max_running_rollouts)
+        self._room = Room(what=f"what policy {name} sampled", bound_bytes=config.pipeline.queue_bytes)
+        self._numbers = itertools.count()
+        self._stopped = asyncio.Event()
+        self._reason = "the script has ended"
+
+    # --- what the script calls ---
+
+    def sample(self, prompts: Iterable[Prompt | Mapping[str, Any]], *, group: int | None = None) -> Stream[Trajectory]:
+        """Have each prompt answered `group` times (`rollout.group_size`), from this moment on; see `ScriptedRun.sample`.
+
+        An answer that could not be had is a rollout whose `finish` is `ERROR`, as everywhere. Nobody minds what is not read.
+        """
+        self.waits.check()
+        size = self.config.rollout.group_size if group is None else group
+        if size < 1:
+            raise ScriptError(f"sample: group is {group}, expected 1 or more")
+        asked = [one if isinstance(one, Prompt) else self._prompt_of(next(self._numbers), one) for one in prompts]
+        what = f"policy {self.name}, sample ({len(asked)} prompts, {len(asked) * size} answers)"
+        intake: Intake[Trajectory] = Intake(what=what, call=0, room=self._room, num_bytes=_num_bytes, num_left=len(asked) * size)
+        assert self.waits.tasks is not None, "calls come once the engines are there"
+        for prompt in asked:
+            number = next(self._numbers)
+            for sibling in range(size):
+                self.waits.tasks.create_task(self._play(intake, prompt, number, sibling))
+        return Stream(intake, take=self._take, abandon=self._abandon)
+
+    async def logprobs(self, rollouts: Sequence[Trajectory]) -> list[Float32]:
+        """Return how likely the tokens of each rollout are to this policy, whoever sampled them: [L] float32, natural log, 0.0 where a
+        token has no loss.
+
+        The tokens are taken as they are: the model has to have the vocabulary of the one that sampled them. Raises `ScriptError` for a
+        rollout that is longer than engines take or has tokens that the model does not know, and where rollouts are not sampled at
+        temperature 1, which is that of an engine's figures.
+        """
+        self.waits.check()
+        if (temperature := self.config.rollout.temperature) != 1.0:
+            raise ScriptError(
+                f"logprobs: policy {self.name} has rollout.temperature = {temperature:g}, and engines give log-probabilities at 1 alone."
+                " Set rollout.temperature = 1, or ask the trainer of a trained policy: its `logprobs(model=...)`"
+            )
+        for one in rollouts:
+            self._check_length(one)
+        sampling = Sampling(max_tokens=1, has_prompt_logprobs=True)
+        asking = [self._judged(one, sampling) for one in rollouts]
+        return list(await self.waits.beside(_all(asking), f"engines of policy {self.name} to judge {len(asking)} rollouts"))
+
+    def text(self, rollout: Trajectory) -> str:
+        """Return the text of what was sampled, in this policy's tokens."""
+        return self._decode(rollout.token_ids[len(rollout.prompt.token_ids) :].tolist())
+
+    # --- what drives it ---
+
+    async def run(self) -> None:
+        """Serve until `stop`. Raises the first error of an engine that cannot be gone on without."""
+        loop, peers = asyncio.get_running_loop(), self._engines.peers
+        began_s = loop.time()
+        async with asyncio.TaskGroup() as group:
+            service = [group.create_task(peers.run()), group.create_task(self._tell(began_s))]
+            main, stop = group.create_task(self._main()), group.create_task(self._stopped.wait())
+            await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
+            peers.dismiss(Stop(reason=self._reason))
+            for task in (main, stop, *service):
+                task.cancel()
+        self._journal.write("end", reason=self._reason, rollouts={}, elapsed_s=loop.time() - began_s)
+
+    def stop(self, reason: str, *, evaluates: bool = True) -> None:
+        """End it: there is nothing to save or to evaluate."""
+        self._reason = reason
+        self._stopped.set()
+
+    async def leave(self) -> None:
+        """End it well."""
+        self.waits.check()
+        self.stop(self._reason)
+
+    # --- inside ---
+
+    async def _main(self) -> None:
+        deadline_s = self.config.engine.ready_deadline_s
+        await wait_for(self._engines.wait_until_ready(), peer=f"engines of policy {self.name}", what="to load", deadline_s=deadline_s)
+        async with asyncio.TaskGroup() as self.waits.tasks:
+            self.ready.set()
+            await self._watch.run()
+
+    async def _play(self, intake: Intake[Trajectory], prompt: Prompt, number: int, sibling: int) -> None:
+        loop = asyncio.get_running_loop()
+        rollout_id, began_s = f"{self.name}:{number}/{sibling}", loop.time()
+        request = Generate(rollout_id=rollout_id, attempt=0, token_ids=prompt.token_ids, sampling=self._sampling, images=prompt.images)
+        async with self._slots:  # also while there is no room: so many answers are held beside it, at most
+            completion = await self._answer(request)
+            while self._room.is_full and not intake.is_abandoned:
+                await self.waits.changed.wait()
+        intake.put(
+            end_to_end(
+                prompt,
+                completion,
+                rollout_id=rollout_id,
+                group_id=number,
+                sibling=sibling,
+                attempt=completion.attempt,
+                finish=completion.finish,
+                error=completion.error,
+                admitted_at=began_s,
+                finished_at=loop.time(),
+            )
+        )
+        self.waits.changed.set()
+
+    async def _judged(self, rollout: Trajectory, sampling: Sampling) -> Float32:
+        name = f"{self.name}:{next(self._numbers)}"
+        request = Generate(rollout_id=name, attempt=0, token_ids=rollout.token_ids, sampling=sampling, images=rollout.prompt.images)
+        async with self._slots:
+            said = await self._answer(request)
+        if said.prompt_logprobs is None:
+            raise PeerRefused(f"policy {self.name}: no log-probabilities of rollout {rollout.rollout_id}: {said.error or said.finish}")
+        return np.where(rollout.loss_mask, said.prompt_logprobs, 0.0).astype(np.float32)
+
+    async def _answer(self, request: Generate) -> Completion:
+        """Ask until an engine answers; what stands for an answer after `MAX_ATTEMPTS`."""
+        words = f"engines were lost, or gave impossible answers, {MAX_ATTEMPTS} times over"
+        for attempt in range(MAX_ATTEMPTS):
+            completion = await answer_of(self._engines, msgspec.structs.replace(request, attempt=attempt))
+            if completion is not None and completion.finish is not Finish.ERROR:
+                self._watch.moved()
+                return completion
+            words = words if completion is None else completion.error
+        return unanswered(request.rollout_id, attempt=MAX_ATTEMPTS - 1, error=words)
+
+    async def _take(self, intake: Intake[Trajectory]) -> Trajectory | None:
+        with self.waits.waiting(intake.what):
+            while not intake.ready:
+                if intake.is_over:
+                    return None
+                self.waits.check()
+                await self.waits.changed.wait()
+        result = intake.take()
+        self.waits.changed.set()  # there is room
+        return result
+
+    def _abandon(self, intake: Intake[Any]) -> None:
+        intake.abandon()
+        self.waits.changed.set()  # there is room
+
+    def _check_length(self, rollout: Trajectory) -> None:
+        longest, known = self._engines.max_model_tokens - 1, self._vocabulary
+        if rollout.nodes is not None:
+            raise ScriptError(f"logprobs: rollout {rollout.rollout_id} branches, and engines judge one sequence: ask for those that do not")
+        if rollout.num_tokens > longest:
+            raise ScriptError(
+                f"logprobs: rollout {rollout.rollout_id} has {rollout.num_tokens} tokens, and engines of policy {self.name} judge at most"
+                f" {longest}. Raise policies.{self.name}.model.max_tokens, or shorten rollouts"
+            )
+        if known is not None and int(rollout.token_ids.max(initial=0)) >= known:
+            raise ScriptError(
+                f"logprobs: rollout {rollout.rollout_id} has token {int(rollout.token_ids.max())}, and the model of policy {self.name}"
+                f" knows {known}: it has to have the vocabulary of the one that sampled them"
+            )
+
+    async def _tell(self, began_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            loads = [engine.load for engine in self._engines if engine.load]
+            self._journal.write(
+                "status",
+                version=VERSION,
+                generated_tokens=sum(load.num_tokens for load in loads),
+                engines=[msgspec.to_builtins(load) for load in loads],
+                waits=[{"stage": wait.stage, "what": wait.what, "seconds": loop.time() - wait.since} for wait in self._watch.waits()],
+                waited_s=self._watch.all_waited_s(),
+                refused=dict(self._engines.peers.refused),
+                elapsed_s=loop.time() - began_s,
+            )
+            await asyncio.sleep(EVERY_S)
+
+    def _report(self, peer: str, kind: str, words: str, count: int) -> None:
+        self._journal.write("violation", peer=peer, what=kind, words=words, count=count)
+        print(f"policy {self.name}, {peer}: {kind}, {count} so far: {words}", flush=True)
+
+
+async def _all(asking: Sequence[Any]) -> list[Float32]:
+    return list(await asyncio.gather(*asking))
+
+
+def _num_bytes(trajectory: Trajectory) -> int:
+    return trajectory.num_bytes
