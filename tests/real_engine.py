@@ -40,10 +40,17 @@ def vllm_engine(
     async_scheduling: bool | None = None,
     is_colocated: bool = False,
     structured_outputs: tuple[dict[str, Any], ...] = (),
+    speculation: Literal["off", "ngram", "siblings"] = "off",
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
     section = EngineSection(  # pyright: ignore[reportCallIssue]
-        max_running=max_running, options=options or {}, quantization=quantization, async_scheduling=async_scheduling
+        max_running=max_running,
+        options=options or {},
+        quantization=quantization,
+        async_scheduling=async_scheduling,
+        speculation=speculation,
+        speculate_below=max_running + 1,
+        speculative_tokens=3,
     )
     gc.collect()  # an engine that was let go of takes vLLM's process-wide state with it: that must happen before the next one begins
     before = dict(os.environ)

@@ -4,7 +4,8 @@ A pass samples one token for each running sequence and computes prompts, `pass_t
 
     f(n) + kv_token_s * C + prefill_token_s * P
 
-for n sequences with C tokens in their caches and P tokens of prompts. While nothing begins or ends, C grows by n with each pass, so k
+for n sequences with C tokens in their caches and P tokens of prompts. With speculative decoding, below N sequences, k drafted tokens of each
+are verified in f(n (1 + k)) and m tokens of each come of it: here that is m passes of one token, each of an m-th of the time. While nothing begins or ends, C grows by n with each pass, so k
 passes last k (f(n) + kv_token_s C) + kv_token_s n k (k - 1) / 2: the end of a stretch is known at its start, and how many passes are over
 at any moment follows from a square root. Stretches end only between two passes. What arrives within one waits for its end, as in the
 live loop (`pipelinerl.engine.loop`); there too a version changes between two passes, beside whatever runs.
@@ -48,6 +49,8 @@ class SimulatedEngine:
         self.busy_s = self.idle_s = 0.0
         self._world, self._cores, self._events = world, cores, cores.events
         self._max_running, self._swap_s, self._sleep_s, self._keeps_kv = max_running, sync.pause_s, sync.sleep_s, keeps_kv
+        self.drafts = 0, 0
+        """Below so many sequences, so many tokens of each are drafted."""
         self._cache = KvCache(num_tokens=world.kv_tokens, has_prefix_cache=world.has_prefix_cache)
         self._pass = 0
         """Passes that are over."""
@@ -274,9 +277,12 @@ class SimulatedEngine:
             return
         self._rest(is_idle=False)
         self.num_prefilled += num_computed
+        below, num_drafted = self.drafts
+        is_tail = self._world.tokens_per_pass > 1 and num + len(self._computing) + len(self._waiting) < below
+        num_verified, tokens = (num * (1 + num_drafted), self._world.tokens_per_pass) if is_tail else (num, 1.0)
         stretch = Stretch(
-            first_s=interpolate(self._world.pass_s, num) + self._world.kv_token_s * (self._context + num * self._pass),
-            more_s=self._world.kv_token_s * num,
+            first_s=(interpolate(self._world.pass_s, num_verified) + self._world.kv_token_s * (self._context + num * self._pass)) / tokens,
+            more_s=self._world.kv_token_s * num / tokens,
             prefill_s=self._world.prefill_token_s * num_computed,
             began_s=self._events.now_s,
         )

@@ -94,6 +94,7 @@ def _lengths(inputs: Values, *, is_given: bool) -> Distribution:
 
 
 SETTABLE = {
+    "tokens_per_pass": "tokens of a sequence in a pass that verifies drafts (engine.speculation)",
     "score_s": "seconds of a reward call",
     "reply_s": "seconds of an environment's reply",
     "reply_tokens": "tokens of it",
@@ -111,7 +112,9 @@ def changed(world: World, given: Mapping[str, float]) -> World:
     """Return a world with values that `--set` gave, by the names of `SETTABLE`."""
     scoring = dataclasses.asdict(ScoringWorld()).keys()
     for name, value in given.items():
-        if name in scoring:
+        if name == "tokens_per_pass":
+            world = dataclasses.replace(world, engine=dataclasses.replace(world.engine, tokens_per_pass=value))
+        elif name in scoring:
             kept = fixed(value) if name in ("score_s", "reply_s", "turns") else int(value) if name == "reply_tokens" else value
             world = dataclasses.replace(world, scoring=dataclasses.replace(world.scoring, **{name: kept}))
         else:

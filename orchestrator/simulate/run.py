@@ -158,6 +158,7 @@ class _Run:
         engine = SimulatedEngine(
             world.engine, world.sync, engine_id=number, max_running=settings.max_running, cores=self.cores, keeps_kv=keeps_kv
         )
+        engine.drafts = config.engine.drafts
         if number < MAX_LANES:
             engine.on_busy = lambda engine, start, end: self.record.span(f"engine-{engine.engine_id}", "forward", start, end)
         return engine

@@ -35,6 +35,9 @@ class EngineWorld:
     """Tokens that the KV cache holds."""
     has_prefix_cache: bool = True
     """Siblings on one engine and one version share their prompt, turns of an episode all that came before."""
+    tokens_per_pass: float = 1.0
+    """Tokens of a sequence in a pass that verifies drafts (`engine.speculation`), the mean. Such a pass lasts as long as one that samples
+    for as many sequences as it has tokens."""
     answer_s: float = 0.0
     """From the end of a pass until the orchestrator has the answer."""
     restart_s: float = 30.0

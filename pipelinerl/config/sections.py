@@ -112,6 +112,13 @@ class EngineSection(Section):
         description="schedule the next forward pass while one computes; versions stay those of the weights that sampled. Default: where"
         " vLLM does so by itself, on GPUs",
     )
+    speculation: Literal["off", "ngram", "siblings"] = Field(
+        "off",
+        description="speculative decoding while few sequences run, lossless: drafts come from a sequence's own text (ngram), or from that"
+        " and finished completions of its group (siblings)",
+    )
+    speculate_below: Annotated[int, Field(ge=2)] = Field(16, description="drafts are made while fewer sequences than this run in an engine")
+    speculative_tokens: Annotated[int, Field(ge=1, le=32)] = Field(4, description="most tokens drafted for one forward pass of a sequence")
     cores: tuple[int, ...] = Field((), description="CPU core of each engine, one each; empty lets the system choose")
     gpus: tuple[int | str, ...] = Field(
         (), description="indices (as nvidia-smi counts) or UUIDs of their GPUs, dealt in this order, a rank each; empty: the first ones"
@@ -135,6 +142,11 @@ class EngineSection(Section):
     def num_ranks(self) -> int:
         """Processes over which each engine spreads its model."""
         return int(self.options.get("tensor_parallel_size", 1)) * self.num_stages
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Return the number of sequences below which drafts are made, 0 for never, and the most tokens of one."""
+        return (0, 0) if self.speculation == "off" else (self.speculate_below, self.speculative_tokens)
 
     @property
     def num_here(self) -> int:

@@ -33,6 +33,7 @@ from pipelinerl.config.sections import (
     WeightsSection,
 )
 from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
+from pipelinerl.config.speculation import speculation_goes_with
 from pipelinerl.config.tinker import TinkerSection
 from pipelinerl.runtime.machine import has_amx
 
@@ -381,5 +382,6 @@ _CHECKS = (
     sharded_policies_can_be_sent,
     devices_can_be_shared,
     constraints_are_accounted_for,
+    speculation_goes_with,
 )
 """Each takes the sections it is about, by name."""

@@ -53,6 +53,8 @@ class Sampled:
     that it committed last."""
     routes: Mapping[str, Routes] = dataclasses.field(default_factory=dict)
     """Routes of every token but the last, of sequences that ended; empty where experts are not recorded."""
+    num_drafted: int = 0
+    """Drafted tokens that the pass verified (speculative decoding), said with the first of the pass. Those that it kept are in the others."""
     prompt_logprobs: Mapping[str, Float32] = dataclasses.field(default_factory=dict)
     """As in `Completion`, of sequences that begin with this pass and whose requests ask for them."""
 
@@ -66,6 +68,7 @@ class Sampled:
             finishes={rollout_id: finish for rollout_id, finish in self.finishes.items() if rollout_id not in left},
             versions=self.versions[is_kept] if isinstance(self.versions, np.ndarray) else self.versions,
             routes=self.routes,
+            num_drafted=self.num_drafted,
             prompt_logprobs=self.prompt_logprobs,
         )
 

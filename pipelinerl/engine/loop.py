@@ -95,6 +95,7 @@ class EngineLoop:
         self._nap = Nap(engine, engine_id=engine_id, clock=clock)
         self._num_tokens = 0
         self._num_steps = 0
+        self._num_drafted = self._num_accepted = 0
         self._busy_s = 0.0
 
     @property
@@ -148,6 +149,8 @@ class EngineLoop:
             busy_s=self._busy_s,
             idle_s=idle_s,
             kv_used=self._engine.kv_used,
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
         )
 
     def handle(self, message: Message) -> None:
@@ -184,9 +187,15 @@ class EngineLoop:
             self._lose_all(str(error))
             return
         self._num_steps += 1
+        self._count_drafts(passed)
         for sampled in passed:
             self._stamp(sampled)
         self._busy_s += self._clock() - started
+
+    def _count_drafts(self, passed: Sequence[Sampled]) -> None:
+        if num_drafted := sum(sampled.num_drafted for sampled in passed):
+            self._num_drafted += num_drafted
+            self._num_accepted += sum(len(sampled.rollout_ids) for sampled in passed[1:])
 
     def _keep_only(self, adopt: Reattach) -> None:
         for rollout_id in self._orphans - adopt.rollouts.keys():

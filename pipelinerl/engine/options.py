@@ -23,6 +23,7 @@ OWN_KEYS = {
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
     "seed": "run.seed",
     "async_scheduling": "engine.async_scheduling",
+    "speculative_config": "engine.speculation",
 }
 """Arguments that a run sets from a key of its own, which other processes read, too."""
 FIXED = {

@@ -232,6 +232,10 @@ class EngineLoad(Message, frozen=True):
     """Seconds without a request since the engine started."""
     kv_used: float | None = None
     """Fraction of the KV cache that sequences hold; None where the engine does not report it."""
+    num_drafted: int = 0
+    """Drafted tokens that passes have verified (`engine.speculation`) since the engine started."""
+    num_accepted: int = 0
+    """Of these, the tokens that became part of a completion."""
 
 
 class StageWeights(Message, frozen=True):

@@ -432,6 +432,30 @@ def test_stop_strings_and_the_experts_of_every_token_do_not_go_together():
     assert problem.startswith("rollout.stop ends completions in the middle of vLLM's own account of them")
 
 
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"engine": {"kind": "fake"}}, 'engine.kind is "fake"'),
+        ({"engine": {"async_scheduling": True}}, "engine.async_scheduling is true"),
+        ({"engine": {"options": {"pipeline_parallel_size": 2}}}, "engine.options.pipeline_parallel_size is 2"),
+        ({"model": {"path": "m", "replay_routing": True}}, "model.replay_routing records experts"),
+        ({"rollout": {"group_size": 1}, "batch": {"min_group_size": 1}}, "rollout.group_size is 1"),
+        ({"engine": {"options": {"speculative_config": {}}}}, "engine.options.speculative_config is engine.speculation"),
+    ],
+)
+def test_what_speculation_does_not_go_with_is_told_by_name(sections: dict[str, Any], words: str):
+    sections["engine"] = {"speculation": "siblings", **sections.get("engine", {})}
+    assert any(words in problem for problem in problems_of(tree(**sections)))
+
+
+def test_keys_of_speculation_that_would_change_nothing_are_refused():
+    (problem,) = problems_of(tree(engine={"speculate_below": 8}))
+    assert problem.startswith('engine.speculate_below is 8, and engine.speculation is "off"')
+    engine = parse(tree(engine={"speculation": "ngram", "speculate_below": 8, "speculative_tokens": 2}), origin="my.toml").engine
+    assert engine.drafts == (8, 2)
+    assert parse(tree(), origin="my.toml").engine.drafts == (0, 0)
+
+
 def test_constraints_on_turns_are_checked_and_so_is_what_they_need():
     regex, bounds = {"regex": "a+"}, {"max_logprob_gap": 100.0, "max_mismatch_kl": 100.0}
     parse(tree(rollout={"structured_outputs": [regex, {}, {"choice": ["a"]}]}, trainer=bounds), origin="my.toml")
@@ -526,6 +550,9 @@ KEYS = [
     "engine.max_running",
     "engine.kv_cache_bytes",
     "engine.async_scheduling",
+    "engine.speculation",
+    "engine.speculate_below",
+    "engine.speculative_tokens",
     "engine.cores",
     "engine.gpus",
     "engine.shares_gpus",

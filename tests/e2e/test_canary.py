@@ -35,6 +35,8 @@ _Versions = TypeVar("_Versions", int, np.ndarray)
 
 NUM_SEQUENCES = 48
 NUM_TOKENS = 200
+NUM_TOKENS_WITH_DRAFTS = 600
+"""Where a pass keeps up to four: as many passes."""
 NUM_POLICIES = 20
 STEPS_BETWEEN = 6
 """Forward passes from one publication to the next, at least. A staging that takes longer is waited for: the 200 must hold all of them."""
@@ -64,11 +66,13 @@ def ask(loop: EngineLoop, seed: int, *, count: int, max_tokens: int) -> None:
         loop.handle(Generate(rollout_id=f"{seed}/{number}", attempt=0, token_ids=token_ids, sampling=sampling))
 
 
-def swap_under_way(engine: Engine, loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor]) -> Swapped:
+def swap_under_way(
+    engine: Engine, loop: EngineLoop, publisher: Publisher, tensors: dict[str, torch.Tensor], *, num_tokens: int = NUM_TOKENS
+) -> Swapped:
     """Run `NUM_SEQUENCES` to their ends and publish policy after policy meanwhile, each when the last is in force."""
     from tests import tiny_models
 
-    ask(loop, 0, count=NUM_SEQUENCES, max_tokens=NUM_TOKENS)
+    ask(loop, 0, count=NUM_SEQUENCES, max_tokens=num_tokens)
     found = Swapped(completions=[], commits=[])
     buffers: list[str] = []
     wait = STEPS_BETWEEN
@@ -137,12 +141,12 @@ def greedy(loop: EngineLoop, seed: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("tied", "is_packed", "is_asynchronous"),
-    [(True, False, False), (False, False, True), (True, True, False)],
-    ids=["tied", "untied, scheduled asynchronously", "packed"],
+    ("tied", "is_packed", "is_asynchronous", "speculation"),
+    [(True, False, False, "siblings"), (False, False, True, "off"), (True, True, False, "off")],
+    ids=["tied, with drafts", "untied, scheduled asynchronously", "packed"],
 )
 def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
-    tmp_path: Path, tied: bool, is_packed: bool, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tied: bool, is_packed: bool, is_asynchronous: bool, speculation: Any, monkeypatch: pytest.MonkeyPatch
 ):
     from safetensors.torch import save_file
 
@@ -154,13 +158,19 @@ def test_every_token_is_sampled_by_the_weights_whose_version_it_carries(
     tensors = tiny_models.make_qwen2(tmp_path / "first", tied=tied, seed=0)
     save_file(tiny_models.forcing(tensors, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
     last = tiny_models.make_qwen2(tmp_path / "last", tied=tied, seed=2)
-    with real_engine.vllm_engine(tmp_path / "first", async_scheduling=is_asynchronous or None) as engine, loop_around(engine) as loop:
+    num_tokens = NUM_TOKENS if speculation == "off" else NUM_TOKENS_WITH_DRAFTS
+    with (
+        real_engine.vllm_engine(tmp_path / "first", async_scheduling=is_asynchronous or None, speculation=speculation) as engine,
+        loop_around(engine) as loop,
+    ):
         assert (engine._core.engine_core.batch_queue is not None) == is_asynchronous
         assert ("matrices are packed" in engine.limits.choices[-1]) == is_packed
         publisher = real_engine.Publisher(engine)
         with contextlib.closing(publisher):
-            swapped = swap_under_way(engine, loop, publisher, tensors)
-            judge(swapped)
+            swapped = swap_under_way(engine, loop, publisher, tensors, num_tokens=num_tokens)
+            judge(swapped, num_tokens=num_tokens)
+            if speculation != "off":
+                judge_drafts(loop)
             buffer, digest = publisher.publish(last, version=NUM_POLICIES + 1)
             loop.handle(StageWeights(version=NUM_POLICIES + 1, buffer=buffer, digest=digest))
             while loop.is_swapping:
@@ -332,7 +342,15 @@ def test_versions_are_exact_where_vllm_schedules_a_pipeline_asynchronously(tmp_p
     )
 
 
-def judge(swapped: Swapped) -> None:
+def judge_drafts(loop: EngineLoop) -> None:
+    """Most drafts repeat the token that the weights force; those that a swap overtook repeat the one before."""
+    load = loop.load(idle_s=0.0)
+    print(f"{load.num_accepted} of {load.num_drafted} drafted tokens accepted")
+    assert load.num_accepted > 0.5 * NUM_SEQUENCES * NUM_TOKENS_WITH_DRAFTS
+    assert load.num_drafted - load.num_accepted >= NUM_SEQUENCES * NUM_POLICIES
+
+
+def judge(swapped: Swapped, *, num_tokens: int = NUM_TOKENS) -> None:
     versions = {version for completion in swapped.completions for version in completion.versions.tolist()}
     print(f"{len(swapped.commits)} swaps, pauses up to {1e3 * max(commit.pause_s for commit in swapped.commits):.3f} ms")
     assert [commit.version for commit in swapped.commits] == list(range(1, len(swapped.commits) + 1))
@@ -340,7 +358,7 @@ def judge(swapped: Swapped) -> None:
     assert all(commit.num_running == NUM_SEQUENCES for commit in swapped.commits), "no sequence ended before its time"
     assert versions == set(range(len(swapped.commits) + 1))
     finishes = [(completion.finish, len(completion.token_ids)) for completion in swapped.completions]
-    assert finishes == [(Finish.LENGTH, NUM_TOKENS)] * NUM_SEQUENCES, "a swap aborts nothing"
+    assert finishes == [(Finish.LENGTH, num_tokens)] * NUM_SEQUENCES, "a swap aborts nothing"
     assert num_wrong(swapped.completions) == 0
     for by in (-1, 1):
         stamped_wrongly = num_wrong([shifted(completion, by=by) for completion in swapped.completions])

@@ -485,6 +485,26 @@ def test_a_pass_that_samples_several_tokens_of_a_sequence_gives_each_its_place_a
     assert [sampled_by(one) for one in (shorter, longer)] == [shorter.versions.tolist(), longer.versions.tolist()]
 
 
+class Drafting(TwoATime):
+    """Says how many drafted tokens its passes have verified."""
+
+    def step(self) -> list[Sampled]:
+        first, *more = super().step()
+        return [dataclasses.replace(first, num_drafted=3), *more]
+
+
+def test_drafted_tokens_are_counted_and_so_are_those_of_them_that_were_kept():
+    bench = Bench(engine=Drafting(max_model_tokens=4096, max_running=8, mean_tokens=10**9))
+    bench.ask("0/0", max_tokens=5)
+    bench.advance(2)
+    load = bench.loop.load(idle_s=0.0)
+    assert (load.num_tokens, load.num_steps, load.num_drafted, load.num_accepted) == (4, 2, 6, 2)
+    without = Bench(engine=TwoATime(max_model_tokens=4096, max_running=8, mean_tokens=10**9))
+    without.ask("0/0", max_tokens=5)
+    without.advance(2)
+    assert without.loop.load(idle_s=0.0).num_accepted == 0
+
+
 class EndsWith:
     """Finds a token in place of a text."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import os
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -20,36 +18,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.config import EngineSection, ModelSection, RolloutSection, WeightsSection
 from pipelinerl.config.families import check_servable
 from pipelinerl.engine.base import Limits, Sampled
-from pipelinerl.engine.budget import Budget, batched_tokens, plan_on
-from pipelinerl.engine.kv import LEAST_CPU_BYTES, plan_kv
+from pipelinerl.engine.budget import batched_tokens
 from pipelinerl.engine.vllm.adapters import AdapterRows, Adapters, Rows, Versions, adapter_options
-from pipelinerl.engine.vllm.constraints import constraint_options, prove_constraints
+from pipelinerl.engine.vllm.constraints import prove_constraints
 from pipelinerl.engine.vllm.derived import Derived
-from pipelinerl.engine.vllm.experts import device_options
+from pipelinerl.engine.vllm.loading import budget_of, load_vllm
 from pipelinerl.engine.vllm.packed import make_packed_swap, pack_for_good
 from pipelinerl.engine.vllm.passes import Passes, columns_of, prompt_logprobs_of
-from pipelinerl.engine.vllm.prompts import Prompts, image_options
+from pipelinerl.engine.vllm.prompts import Prompts
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies, shard_receiver
-from pipelinerl.engine.vllm.registry import register_model
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
-from pipelinerl.engine.vllm.scheduling import choose_scheduling
 from pipelinerl.engine.vllm.sleep import SleepMode
+from pipelinerl.engine.vllm.speculation import Speculation
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.engine.vllm.words import FINISHES, sampling_params
 from pipelinerl.errors import ConfigError, EngineError
 from pipelinerl.messages import Finish, Generate, Sampling, StageWeights, Tensor
-from pipelinerl.runtime.devices import usable_gpus
-from pipelinerl.runtime.machine import memory_bytes
 from pipelinerl.weights import manifest
 from pipelinerl.weights.adapters import AdapterShape, adapter_layout
 from pipelinerl.weights.receiver import WeightReceiver
@@ -85,7 +77,7 @@ class VllmEngine:
         keep_plain_weights()
         options = adapter_options(adapters) if adapters else {}
         weights = weights or WeightsSection()  # pyright: ignore[reportCallIssue]
-        budget = _budget(model, engine, rollout, stages_policies=adapters is None)
+        budget = budget_of(model, engine, rollout, stages_policies=adapters is None)
         self._staging = Staging.HOST if budget is not None and budget.on_host else Staging.DEVICE
         if budget is not None:
             choices = (*choices, str(budget))
@@ -98,10 +90,11 @@ class VllmEngine:
         if is_sharded := engine.num_ranks > 1:
             options |= {"worker_extension_cls": EXTENSION}
         self._num_engines = engine.count
-        self._llm, scheduling = _load(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
+        self._llm, scheduling = load_vllm(model=model, engine=engine, rollout=rollout, seed=seed, options=options)
         self._core: Any = self._llm.engine_core
         self._prompts = Prompts(self._llm, folder=Path(model.path))
         self._passes: Passes[int | Versions] = Passes(self._core)
+        self._speculation = Speculation(self._core, engine) if engine.speculation != "off" else None
         self._is_pipelined = engine.num_stages > 1
         self._adapters: Adapters | None = None
         self._derived: Derived | None = None
@@ -129,7 +122,7 @@ class VllmEngine:
             max_running=engine.max_running,
             tensors=layout,
             shards=swap.shards if isinstance(swap, ShardedPolicies) else (),
-            choices=(*choices, scheduling, choice),
+            choices=(*choices, scheduling, *([str(self._speculation)] if self._speculation is not None else []), choice),
             transports=tuple(one for one in device_transports() if not is_sharded or "sharded" in one),
         )
         self._prove_forward_pass(Path(model.path))
@@ -154,6 +147,8 @@ class VllmEngine:
             raise EngineError(f"vLLM refused {request.rollout_id}: {error}") from error
         self._requests[request.rollout_id] = request_id
         self._rollouts[request_id] = request.rollout_id
+        if self._speculation is not None:
+            self._speculation.begin(request.rollout_id, request_id)
         if self._routes is not None:
             self._routes.begin(request_id, num_prompt_tokens=len(request.token_ids))
 
@@ -162,7 +157,7 @@ class VllmEngine:
         if request_id is not None:
             del self._rollouts[request_id]
             self._core.abort_requests([request_id])
-            self._forget_adapter(rollout_id)
+            self._forget(rollout_id)
             if self._routes is not None:
                 self._routes.forget(request_id)
 
@@ -175,7 +170,7 @@ class VllmEngine:
                 self._ranks.raise_if_lost(error)
             self._core.abort_requests(list(self._rollouts))
             for rollout_id in self._requests:
-                self._forget_adapter(rollout_id)
+                self._forget(rollout_id)
             self._requests.clear()
             self._rollouts.clear()
             self._passes.forget_failed()
@@ -183,7 +178,12 @@ class VllmEngine:
                 self._routes.forget()
             self._llm.reset_prefix_cache()
             raise EngineError(f"forward pass failed: {type(error).__name__}: {error}") from error
-        return self._sampled(outputs, weights)
+        sampled = self._sampled(outputs, weights)
+        if self._speculation is None:
+            return sampled
+        num_drafted = self._speculation.verified(outputs)
+        self._speculation.propose()
+        return [dataclasses.replace(one, num_drafted=num_drafted if place == 0 else 0) for place, one in enumerate(sampled)]
 
     def stage(self, order: StageWeights) -> None:
         self._weights.stage(order)
@@ -259,7 +259,7 @@ class VllmEngine:
         for request_id, finish in ended.items():
             rollout_id = self._rollouts.pop(request_id)
             del self._requests[rollout_id]
-            self._forget_adapter(rollout_id)
+            self._forget(rollout_id)
             finishes[rollout_id] = finish
             if self._routes is not None and (taken := self._routes.take(request_id)) is not None:
                 routes[rollout_id] = taken
@@ -322,6 +322,12 @@ class VllmEngine:
         assert self._adapters is not None
         return self._adapters.request_for(request.rollout_id, rollback_epoch=rollback_epoch, version=request.version)
 
+    def _forget(self, rollout_id: str) -> None:
+        """Let go of what is held for a request that has ended."""
+        self._forget_adapter(rollout_id)
+        if self._speculation is not None:
+            self._speculation.end(rollout_id)
+
     def _forget_adapter(self, rollout_id: str) -> None:
         if self._adapters is not None:
             self._adapters.ended(rollout_id)
@@ -348,53 +354,3 @@ class VllmEngine:
     @property
     def _runner(self) -> Any:
         return self._worker.model_runner
-
-
-def _load(
-    *, model: ModelSection, engine: EngineSection, rollout: RolloutSection, seed: int, options: dict[str, Any]
-) -> tuple[LLMEngine, str]:
-    """Load vLLM; with the way in which it schedules forward passes, in a sentence."""
-    on_cpu = not torch.cuda.is_available()
-    options = {
-        "model": str(model.path),
-        "dtype": model.dtype,
-        "max_model_len": model.max_tokens,
-        "max_num_seqs": engine.max_running,
-        "kv_cache_memory_bytes": _kv_cache_bytes(model, engine, rollout, on_cpu=on_cpu),
-        "enforce_eager": on_cpu,
-        **({} if on_cpu else device_options(replay_routing=model.replay_routing)),
-        "async_scheduling": engine.async_scheduling,
-        "disable_log_stats": True,
-        **image_options(Path(model.path)) | constraint_options(rollout.structured_outputs),
-        "logprobs_mode": "processed_logprobs",
-        "seed": seed,
-        **options,
-        **engine.options,
-    }
-    try:
-        register_model(Path(model.path))
-        start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        config = EngineArgs(**options).create_engine_config()
-        if start_method is not None:  # on CPUs vLLM sets another
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
-        scheduling = choose_scheduling(config, engine.async_scheduling)
-        return LLMEngine.from_vllm_config(config, disable_log_stats=bool(options["disable_log_stats"])), scheduling
-    except ConfigError:
-        raise
-    except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
-        raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
-
-
-def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, on_cpu: bool) -> int | None:
-    """Size the KV cache as the preflight does, which may run on another machine; a model that tells too little gets the least."""
-    plan = plan_kv(model, engine, rollout, memory_bytes=memory_bytes(), on_cpu=on_cpu)
-    return plan.cache_bytes if plan is not None else engine.kv_cache_bytes or (LEAST_CPU_BYTES if on_cpu else None)
-
-
-def _budget(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, stages_policies: bool) -> Budget | None:
-    """Divide the memory of this engine's GPUs, of which the fullest counts; None on a CPU, and where config.json says too little."""
-    gpus = usable_gpus()[: engine.num_ranks]
-    if not gpus or not torch.cuda.is_available():
-        return None
-    num_parameters = sum(math.prod(shape) for shape in checkpoint_shapes(Path(model.path)).values())
-    return plan_on(gpus, model, engine, rollout, num_parameters=num_parameters, stages_policies=stages_policies)

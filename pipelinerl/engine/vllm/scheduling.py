@@ -41,6 +41,8 @@ def choose_scheduling(config: Any, wanted: bool | None) -> str:
         why = "engine.async_scheduling says so"
     elif is_along_a_pipeline:
         why = ALONG_A_PIPELINE
+    elif config.speculative_config is not None:
+        why = "drafts are made of what the pass before has sampled (engine.speculation)"
     else:
         why = ON_CPU if config.device_config.device_type == "cpu" else "vLLM's log says why"
     return f"a forward pass is scheduled when the one before has ended: {why}"

@@ -55,6 +55,10 @@ class EngineGauge:
     idle_s: float | None = None
     kv_used: float | None = None
     """Part of its KV cache that sequences hold."""
+    num_drafted: float | None = None
+    """Drafted tokens that its passes verified (`engine.speculation`)."""
+    num_accepted: float | None = None
+    """Of these, the ones that became part of a completion."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

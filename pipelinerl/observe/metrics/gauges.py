@@ -42,6 +42,14 @@ GAUGES = (
         read=lambda state: _engines(state, lambda engine: engine.kv_used),
     ),
     Metric(
+        "inference/agg/drafts_accepted/<mean, min, max>",
+        "engines",
+        "part of one",
+        "drafted tokens that became part of a completion / drafted tokens that an engine has verified, with `engine.speculation`",
+        'Below 0.2: passes verify more than they save; `engine.speculation = "siblings"`, fewer `engine.speculative_tokens`, or off.',
+        read=lambda state: _engines(state, _drafts_accepted),
+    ),
+    Metric(
         "inference/agg/version/<mean, min, max>",
         "engines",
         "versions",
@@ -215,6 +223,10 @@ def evaluation_metrics(row: EvaluationRow) -> dict[str, float]:
 
 def _engines(state: RunState, value_of: Callable[[EngineGauge], float | None]) -> Values:
     return over_fleet(map(value_of, _status(state).engines))
+
+
+def _drafts_accepted(engine: EngineGauge) -> float | None:
+    return engine.num_accepted / engine.num_drafted if engine.num_drafted and engine.num_accepted is not None else None
 
 
 def _status(state: RunState) -> StatusRow:

@@ -80,6 +80,10 @@ def _occupancy(measures: Measures) -> list[Finding]:
     if measures.kv_used is not None:
         arithmetic = "mean over the gauges, of the fullest engine"
         found.append(Finding(what="engines: KV cache in use", arithmetic=arithmetic, value=percent(measures.kv_used)))
+    if measures.num_drafted and measures.num_accepted is not None:
+        accepted, drafted = measures.num_accepted, measures.num_drafted
+        arithmetic = f"{whole(accepted)} part of completions / {whole(drafted)} drafted tokens that passes verified"
+        found.append(Finding(what="engines: drafts accepted (speculation)", arithmetic=arithmetic, value=percent(accepted / drafted)))
     return found
 
 

@@ -36,6 +36,10 @@ class Measures:
     """Sequences all engines could decode at once."""
     kv_used: float | None
     """Part of one of the KV cache that sequences hold, in the fullest engine of each moment."""
+    num_drafted: float | None
+    """Drafted tokens that engines verified."""
+    num_accepted: float | None
+    """Of these, the ones that became part of a completion."""
     num_scoring_slots: int | None
     scorer_busy_s: float | None
     trainer_wait_s: float | None
@@ -112,6 +116,8 @@ def measure(tables: Tables) -> Measures | None:
         mean_running=counters.mean(counters.total(engine.num_running for engine in row.engines) for row in statuses),
         num_sequence_slots=num_engines * slots if isinstance(slots, int) else None,
         kv_used=counters.mean(_fullest(row) for row in statuses),
+        num_drafted=grown(counters.growth_of_all(statuses, lambda row: {engine.engine_id: engine.num_drafted for engine in row.engines})),
+        num_accepted=grown(counters.growth_of_all(statuses, lambda row: {engine.engine_id: engine.num_accepted for engine in row.engines})),
         num_scoring_slots=_num_scoring_slots(tables, last),
         scorer_busy_s=grown(counters.growth_of_all(statuses, lambda row: {scorer.scorer_id: scorer.busy_s for scorer in row.scorers})),
         trainer_wait_s=_trainer_wait_s(steps, statuses, scale),

@@ -41,6 +41,8 @@ class Plan:
     """Sequences decoded at once per engine, of 64 slots."""
     kv_used: float | None = None
     """Of the first engine; the second one's is half as full."""
+    drafted: float = 0.0
+    """Tokens drafted for each engine in a period; a quarter is accepted."""
     groups_per_step: int = 8
     group_size: int = 8
     name: str = "synthetic"
@@ -222,6 +224,8 @@ def _engine(plan: Plan, engine_id: int, periods: float, idle_s: float) -> Line:
         "busy_s": plan.generate_s * periods,
         "idle_s": idle_s * periods,
         "kv_used": None if plan.kv_used is None else plan.kv_used / (1 + engine_id),
+        "num_drafted": int(plan.drafted * periods),
+        "num_accepted": int(plan.drafted * periods / 4),
     }
 
 

@@ -112,6 +112,13 @@ def test_slots_that_admission_keeps_empty_are_to_be_opened_before_engines_are_ad
     assert "29.7" in diagnosis.advice
 
 
+def test_a_report_tells_how_many_drafts_were_accepted_where_any_were_made(tmp_path: Path) -> None:
+    what = "engines: drafts accepted (speculation)"
+    (row,) = [row for row in _diagnose(tmp_path / "drafts", Plan(drafted=100.0)).findings if row.what == what]
+    assert row.value.startswith("25.0")
+    assert what not in [row.what for row in _diagnose(tmp_path / "none", Plan()).findings]
+
+
 def test_caches_with_room_are_to_be_filled_before_engines_are_added_and_full_ones_enlarged(tmp_path: Path) -> None:
     # 64 slots of an engine, and 45 % of its cache: 64 x 0.9 / 0.45 = 128 would fit.
     roomy = _diagnose(tmp_path / "roomy", Plan(kv_used=0.45))

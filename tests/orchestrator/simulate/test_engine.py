@@ -53,6 +53,20 @@ class Bench:
         return {name: time for name, (time, *_) in self.answers.items()}
 
 
+def test_below_so_many_sequences_a_pass_verifies_drafts_and_gives_several_tokens_of_each():
+    """f(n) = 0.5 + 0.5 n. Two sequences: two seconds less a half for each token. One with three drafted tokens: f(4) = 2.5 s for 2 tokens."""
+    bench = Bench(pass_s=((1, 1.0), (5, 3.0)), kv_token_s=0.1, tokens_per_pass=2.0)
+    bench.engine.drafts = 2, 3
+    bench.ask(0, at=0.0, prompt=0, length=2)
+    bench.ask(1, at=0.0, prompt=0, length=4)
+    both_s = (1.5 + 0.0) + (1.5 + 0.2)
+    assert bench.run() == {0: pytest.approx(both_s), 1: pytest.approx(both_s + (2.5 + 0.2) / 2 + (2.5 + 0.3) / 2)}
+    without = Bench(pass_s=((1, 1.0), (5, 3.0)), kv_token_s=0.1)
+    without.engine.drafts = 2, 3
+    without.ask(0, at=0.0, prompt=0, length=2)
+    assert without.run() == {0: pytest.approx(1.0 + 1.1)}, "a world that knows of no accepted drafts has none verified"
+
+
 def test_passes_last_longer_as_the_cache_grows():
     bench = Bench(pass_s=((1, 1.0),), kv_token_s=0.1, prefill_token_s=0.25)
     bench.ask(0, at=0.0, prompt=2, length=3)
