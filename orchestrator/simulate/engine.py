@@ -4,11 +4,13 @@ A pass samples one token for each running sequence and computes prompts, `pass_t
 
     f(n) + kv_token_s * C + prefill_token_s * P
 
-for n sequences with C tokens in their caches and P tokens of prompts. With speculative decoding, below N sequences, k drafted tokens of each
-are verified in f(n (1 + k)) and m tokens of each come of it: here that is m passes of one token, each of an m-th of the time. While nothing begins or ends, C grows by n with each pass, so k
-passes last k (f(n) + kv_token_s C) + kv_token_s n k (k - 1) / 2: the end of a stretch is known at its start, and how many passes are over
-at any moment follows from a square root. Stretches end only between two passes. What arrives within one waits for its end, as in the
-live loop (`pipelinerl.engine.loop`); there too a version changes between two passes, beside whatever runs.
+for n sequences with C tokens in their caches and P tokens of prompts. With speculative decoding and few sequences, d drafted tokens of
+each are verified in f(n (1 + d)), and m tokens of each come of it: here that is m passes of one token, each of an m-th of the time.
+
+While nothing begins or ends, C grows by n with each pass, so k passes last k (f(n) + kv_token_s C) + kv_token_s n k (k - 1) / 2: the end
+of a stretch is known at its start, and how many passes are over at any moment follows from a square root. Stretches end only between two
+passes. What arrives within one waits for its end, as in the live loop (`pipelinerl.engine.loop`); there too a version changes between two
+passes, beside whatever runs.
 
 A full KV cache makes the youngest sequence give way, whose cache is computed again later, as vLLM does.
 
@@ -49,7 +51,7 @@ class SimulatedEngine:
         self.busy_s = self.idle_s = 0.0
         self._world, self._cores, self._events = world, cores, cores.events
         self._max_running, self._swap_s, self._sleep_s, self._keeps_kv = max_running, sync.pause_s, sync.sleep_s, keeps_kv
-        self.drafts = 0, 0
+        self.drafts: tuple[int, int] = (0, 0)
         """Below so many sequences, so many tokens of each are drafted."""
         self._cache = KvCache(num_tokens=world.kv_tokens, has_prefix_cache=world.has_prefix_cache)
         self._pass = 0

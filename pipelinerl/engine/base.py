@@ -54,7 +54,7 @@ class Sampled:
     routes: Mapping[str, Routes] = dataclasses.field(default_factory=dict)
     """Routes of every token but the last, of sequences that ended; empty where experts are not recorded."""
     num_drafted: int = 0
-    """Drafted tokens that the pass verified (speculative decoding), said with the first of the pass. Those that it kept are in the others."""
+    """Drafted tokens that the pass verified (speculative decoding), said with its first tokens; those that it kept are the others."""
     prompt_logprobs: Mapping[str, Float32] = dataclasses.field(default_factory=dict)
     """As in `Completion`, of sequences that begin with this pass and whose requests ask for them."""
 

@@ -440,7 +440,6 @@ def test_stop_strings_and_the_experts_of_every_token_do_not_go_together():
         ({"engine": {"options": {"pipeline_parallel_size": 2}}}, "engine.options.pipeline_parallel_size is 2"),
         ({"model": {"path": "m", "replay_routing": True}}, "model.replay_routing records experts"),
         ({"rollout": {"group_size": 1}, "batch": {"min_group_size": 1}}, "rollout.group_size is 1"),
-        ({"engine": {"options": {"speculative_config": {}}}}, "engine.options.speculative_config is engine.speculation"),
     ],
 )
 def test_what_speculation_does_not_go_with_is_told_by_name(sections: dict[str, Any], words: str):

@@ -24,6 +24,8 @@ def test_the_longest_match_is_found_with_all_its_places():
     length, places = longest_match(text, np.array([5, 1, 2, 3], np.int32))
     assert (length, places.tolist()) == (3, [3, 10]), "1 2 3 stands twice; the 2 3 at 4 matches less, that at the end has nothing behind it"
     assert longest_match(text, np.array([6], np.int32))[0] == 0
+    length, places = longest_match(np.array([2, 7, 1], np.int32), np.array([1, 2], np.int32))
+    assert (length, places.tolist()) == (1, [1]), "what stands before the beginning is not the end"
     assert longest_match(text[:0], np.array([6], np.int32))[0] == 0
 
 

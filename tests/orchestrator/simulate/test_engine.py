@@ -54,7 +54,7 @@ class Bench:
 
 
 def test_below_so_many_sequences_a_pass_verifies_drafts_and_gives_several_tokens_of_each():
-    """f(n) = 0.5 + 0.5 n. Two sequences: two seconds less a half for each token. One with three drafted tokens: f(4) = 2.5 s for 2 tokens."""
+    """f(n) = 0.5 + 0.5 n: a pass of two sequences lasts 1.5 s, one that verifies three drafted tokens of one f(4) = 2.5 s, for 2 tokens."""
     bench = Bench(pass_s=((1, 1.0), (5, 3.0)), kv_token_s=0.1, tokens_per_pass=2.0)
     bench.engine.drafts = 2, 3
     bench.ask(0, at=0.0, prompt=0, length=2)
