@@ -154,11 +154,10 @@ class _Run:
     # --- parts ---
 
     def _engine(self, number: int) -> SimulatedEngine:
-        settings, world, keeps_kv = self.config.engine, self.world, self.config.engine.sleep_kv == "keep"
-        engine = SimulatedEngine(
-            world.engine, world.sync, engine_id=number, max_running=settings.max_running, cores=self.cores, keeps_kv=keeps_kv
-        )
-        engine.drafts = config.engine.drafts
+        settings, sync, most = self.config.engine, self.world.sync, self.config.engine.max_running
+        keeps_kv = settings.sleep_kv == "keep"
+        engine = SimulatedEngine(self.world.engine, sync, engine_id=number, max_running=most, cores=self.cores, keeps_kv=keeps_kv)
+        engine.drafts = settings.drafts
         if number < MAX_LANES:
             engine.on_busy = lambda engine, start, end: self.record.span(f"engine-{engine.engine_id}", "forward", start, end)
         return engine
