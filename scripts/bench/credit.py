@@ -145,9 +145,11 @@ def _run(method: str, seed: int, folder: Path, taught: Path, *, budget: int) -> 
     settings = _settings(folder, taught, TREES if is_tree else GAMES)
     words = ["run", str(settings), "run.name=run", f"run.seed={seed}", f"algorithm.name={method}"]
     with subprocess.Popen([sys.executable, "-m", "pipelinerl", *words], cwd=ROOT) as run:
-        agent = _agent(folder, run) if is_tree else None
+        agent: subprocess.Popen[bytes] | None = None
         try:
             while run.poll() is None:
+                if is_tree and (agent is None or agent.poll() is not None):  # it ends where nobody listens, as before the gateway does
+                    agent = _agent(folder)
                 if sum(tokens for tokens, _ in _steps(folder)) >= budget:
                     run.send_signal(signal.SIGINT)
                     run.wait(timeout=300)
@@ -182,14 +184,10 @@ def _run(method: str, seed: int, folder: Path, taught: Path, *, budget: int) -> 
     return {"row": row, "curve": curve}
 
 
-def _agent(folder: Path, run: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    """Start the agent once the run's gateway listens."""
-    end = time.monotonic() + 600.0
-    while not (found := list(folder.glob(f"run-2*/{GATEWAY_FILE}"))):
-        if run.poll() is not None or time.monotonic() > end:
-            run.terminate()
-            sys.exit(f"credit: no gateway listens in {folder}")
-        time.sleep(0.5)
+def _agent(folder: Path) -> subprocess.Popen[bytes] | None:
+    """Start the agent, once the run has a gateway."""
+    if not (found := list(folder.glob(f"run-2*/{GATEWAY_FILE}"))):
+        return None
     listens = json.loads(found[0].read_text())
     variables = {"PIPELINERL_GATEWAY": listens["address"], "PIPELINERL_GATEWAY_TOKEN": listens["token"]}
     command = [sys.executable, ROOT / "scripts/bench/guessing/agent.py", str(NUM_LEAVES), str(NUM_AT_ONCE)]
