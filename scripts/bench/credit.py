@@ -219,7 +219,6 @@ def _met_again(run_folder: Path) -> float:
 def _mean(rows: list[harness.Row], method: str) -> harness.Row:
     """The mean of a method's rows, and the spread over seeds in place of the seed."""
     own = [row for row in rows if row["method"] == method]
-
     spreads = {name: _spread([row[name] for row in own]) for name in own[0] if name not in ("method", "seed")}
     return {"method": method, "seed": "mean ± std", **spreads}
 
