@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelinerl.config.sections import EngineSection, LoraSection, TrainerSection, WeightsSection
+from pipelinerl.config.sections import EngineSection, TrainerSection, WeightsSection
 
 
-def sharded_policies_can_be_sent(
-    weights: WeightsSection, trainer: TrainerSection, lora: LoraSection, engine: EngineSection
-) -> Iterator[str]:
+def sharded_policies_can_be_sent(weights: WeightsSection, trainer: TrainerSection, engine: EngineSection) -> Iterator[str]:
     """Say each setting that does not go with it, and what to do."""
     if weights.transport != "sharded":
         return
@@ -23,11 +21,6 @@ def sharded_policies_can_be_sent(
         yield (
             'weights.transport is "sharded", whose ranks send their shards whole, and weights.delta is true: what changed is found in a'
             ' whole policy, which no rank has. Leave weights.delta out, or set weights.transport = "gloo".'
-        )
-    if lora.rank:
-        yield (
-            f'weights.transport is "sharded", and lora.rank is {lora.rank}: adapters are small, and merged ones are gathered. Set'
-            ' weights.transport = "gloo".'
         )
     if engine.quantization != "none":
         yield (

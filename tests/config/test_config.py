@@ -303,14 +303,13 @@ def test_what_does_not_go_with_a_model_that_takes_images_is_told_before_anything
 
 def test_what_cannot_travel_from_shard_to_shard_is_told_by_name():
     weights, cut = {"transport": "sharded", "delta": True}, {"ranks": 2, "parallel": {"shard": 2}}
-    found = problems_of(tree(weights=weights, lora={"rank": 4}, engine={"quantization": "int8"}))
+    found = problems_of(tree(weights=weights, engine={"quantization": "int8"}))
     assert [line.partition(", and ")[2].partition(" (")[0].partition(". ")[0].partition(":")[0] for line in found] == [
         "every rank of the trainer holds the whole model",
         "weights.delta is true",
-        "lora.rank is 4",
         'engine.quantization is "int8", which is made of whole policies',
     ]
-    assert parse(tree(weights={"transport": "sharded"}, trainer=cut), origin="my.toml").weights.transport == "sharded"
+    assert parse(tree(weights={"transport": "sharded"}, lora={"rank": 4}, trainer=cut), origin="my.toml").weights.transport == "sharded"
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path):

@@ -18,7 +18,7 @@ from tests.trainer.tiny import make_batch, make_model, make_sample, make_seal, m
 from trainer.build import Trained, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import save_adapter, save_model
-from trainer.model.lora import Adapters, LoraLinear
+from trainer.model.lora import Adapters, LoraLinear, Merger
 from trainer.model.model import Model
 from trainer.model.reference import Reference
 from trainer.parallel.replicas import Replicas
@@ -56,6 +56,16 @@ def test_an_adapter_adds_its_product_and_starts_at_nothing() -> None:
         layer.lora_B.copy_(torch.tensor([[0.5], [2.0]]))
     assert layer(inputs).tolist() == [[21.0 + 2 * 0.5 * -9.0, 43.0 + 2 * 2.0 * -9.0]]
     assert layer.merged(base.weight, layer.lora_A, layer.lora_B).tolist() == [[2.0, 1.0], [7.0, 0.0]]
+
+
+def test_what_is_merged_in_part_is_that_part_of_what_is_merged_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.nn.Linear(6, 8, bias=False)
+    layer = LoraLinear(base, rank=2, alpha=8.0, generator=generator, dtype=torch.float32)
+    first, second = torch.randn(2, 6, generator=generator), torch.randn(8, 2, generator=generator)
+    weight = base.weight.detach()
+    merger = Merger(layer=layer, first=first, second=second)
+    assert torch.allclose(merger(weight[2:5, 1:4], ((2, 5), (1, 4))), (weight + 4 * second @ first)[2:5, 1:4])
 
 
 def test_training_moves_the_adapters_and_the_merged_folder_is_the_model(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -87,26 +87,38 @@ def publish(
     return {"found": found, "gathered": sorted(sharded._gathered), "num_moves": len(sharded._moves or ())}
 
 
-def publish_shards(replicas: Replicas, *, folder: Path) -> dict[str, Any]:
-    """Publish a model twice, from shard to shard, to an engine of two ranks and to one of one rank after it; rank 0 has the engines."""
-    model = make_model(folder, replicas=replicas)
+def publish_shards(replicas: Replicas, *, folder: Path, adapters: Adapters | None = None, are_separate: bool = False) -> dict[str, Any]:
+    """Publish a model, or its adapters alone, twice, from shard to shard, to two engines, the second after the first; rank 0 has them.
+
+    An engine has two ranks, each with a half, or one that takes adapters whole.
+    """
+    model = make_model(folder, replicas=replicas, adapters=adapters)
     sharded = ShardedWeights(model, replicas=replicas, address="127.0.0.1")
     publisher, engines = None, []
     if replicas.rank == 0:
-        described = {name: tensor for name, tensor in sharded.described().items() if name not in model.tied_names}
+        published = model.described_adapters() if are_separate else sharded.described()
+        described = {name: tensor for name, tensor in published.items() if name not in model.tied_names}
         layout = plan_layout({name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in sorted(described.items())})
         halves = [{name: [_half(tuple(tensor.shape), rank)] for name, tensor in described.items()} for rank in range(2)]
+        if are_separate:
+            halves = [{name: [whole(tuple(tensor.shape))] for name, tensor in described.items()}]
         engines = [EngineRanks(layout, halves, who=f"engine {number}", bucket_bytes=BUCKET_BYTES) for number in range(2)]
         publisher = Publisher(
-            sharded.described, tied_names=model.tied_names, run_folder=folder, deadline_s=20.0, write=sharded.lead, shards=sharded.sender
+            sharded.described,
+            tied_names=model.tied_names,
+            run_folder=folder,
+            deadline_s=20.0,
+            write=sharded.lead,
+            shards=sharded.sender,
+            adapters=model.described_adapters if are_separate else None,
         )
-        shards = tuple({name: tuple(boxes) for name, boxes in half.items()} for half in halves)
+        shards = () if are_separate else tuple({name: tuple(boxes) for name, boxes in half.items()} for half in halves)
         publisher.fix_layout(layout, transport="sharded+gloo", shards=shards)
     found = []
     for version in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(version)
+                parameter.mul_(version) if adapters is None or are_separate else parameter.fill_(version)
         if publisher is None:
             sharded.follow()
             continue
@@ -217,6 +229,28 @@ def test_shards_go_straight_to_engine_ranks_and_no_rank_gathers_a_policy(folders
         assert len(ranks[0]["found"]) == 4
         assert all(size < 0.8 * policy for rank in ranks for size in rank["sizes"]), "a rank has its shard alone"
         assert sum(rank["num_sent"] for rank in ranks) < 2 * 1.1 * policy, "the second engine has it from the first"
+
+
+def test_adapters_go_from_shard_to_shard_alone_or_merged_by_whoever_holds_their_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Merged, A and B of nothing but v add 6 / 3 * 3 v^2 to every weight."""
+    layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, tensor=2), Layout(ranks=2, pipeline=2)]
+    job = functools.partial(publish_shards, folder=folders["qwen3"], adapters=ADAPTERS)
+    results = run_jobs([(layout, functools.partial(job, are_separate=alone)) for layout in layouts for alone in (True, False)], tmp_path)
+    model = make_model(folders["qwen3"], adapters=ADAPTERS)
+    adapters, base = model.adapters(), make_model(folders["qwen3"]).tensors()
+    size = sum(tensor.numel() * 4 for tensor in adapters.values())
+    for number, ((first, *_), layout) in enumerate(zip(results, [one for one in layouts for _ in range(2)], strict=True)):
+        assert len(first["found"]) == 4
+        for version, found in zip((1, 1, 2, 2), first["found"], strict=True):
+            assert found.keys() == (base.keys() - model.tied_names if number % 2 else adapters.keys())
+            for name, tensor in found.items():
+                if number % 2:
+                    is_adapted = model.is_adapted(name)
+                    assert torch.equal(tensor, base[name]) if not is_adapted else torch.allclose(tensor, base[name] + 6 * version**2), name
+                else:
+                    assert torch.equal(tensor, adapters[name] * version), (str(layout), name)
+        if not number % 2:
+            assert sum(rank["num_sent"] for rank in results[number]) < 2 * 1.1 * size, "adapters alone, and once"
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "files"])

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.engine.vllm.ranks import RanksReceiver
+from pipelinerl.engine.vllm.rank import OWN
+from pipelinerl.engine.vllm.ranks import Ranks, RanksReceiver
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights import nccl
-from pipelinerl.weights.base import itemsize_of, plan_layout
+from pipelinerl.weights.base import itemsize_of, plan_layout, views
 from pipelinerl.weights.manifest import compare
 from pipelinerl.weights.reshard import Box, whole
 from pipelinerl.weights.sharded import relay
@@ -177,6 +178,31 @@ def test_ranks_of_an_engine_each_take_their_own_shard_and_commit_together():
         for worker in engine.executor.workers:
             assert worker._policy_target is not None
             worker._policy_target.close()
+        trainer.close()
+
+
+def test_adapters_are_taken_once_into_memory_that_all_ranks_of_an_engine_read():
+    shapes = {"base_model.model.q_proj.lora_A.weight": (4, 6), "base_model.model.q_proj.lora_B.weight": (6, 4)}
+    adapters = {name: torch.randn(shape) for name, shape in shapes.items()}
+    layout = plan_layout(adapters)
+    halves: list[dict[str, Box]] = [
+        {name: ((2 * rank, 2 * rank + 2), (0, shape[1])) for name, shape in shapes.items()} for rank in range(2)
+    ]
+    halves[1]["base_model.model.q_proj.lora_B.weight"] = ((2, 6), (0, 4))
+    trainer = TrainerRanks(layout, sources=halves, targets=[{name: [whole(shape)] for name, shape in shapes.items()}])
+    ranks = Ranks(sharded_engine.Executor())
+    ranks.set_layout(layout, num_ranks=2)
+    ranks.verified = "what another transport brought"
+    receiver = RanksReceiver(ranks, layout=layout)
+    try:
+        name, digest = trainer.publish(1, adapters)
+        payload = receiver.fetch(name, digest, lambda manifest: ranks.spare())
+        assert payload.is_verified
+        assert ranks.verified == OWN
+        for tensor_name, view in views(ranks.spare(), layout).items():
+            assert torch.equal(view, adapters[tensor_name])
+    finally:
+        receiver.close()
         trainer.close()
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.weights.reshard import Box
 
 _TENSORS = (".lora_A", ".lora_B")
 
@@ -52,6 +53,22 @@ class LoraLinear(torch.nn.Linear):
     def merged(self, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """W + scale B A of whole tensors, computed in float32, in W's dtype."""
         return torch.addmm(weight.float(), second.float(), first.float(), alpha=self.scale).to(weight.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Merger:
+    """Merges an adapter into parts of its weight."""
+
+    layer: LoraLinear
+    first: torch.Tensor
+    """[rank, in]: A, whole."""
+    second: torch.Tensor
+    """[out, rank]: B, whole."""
+
+    def __call__(self, part: torch.Tensor, box: Box) -> torch.Tensor:
+        """The values of a policy in a box of the weight, of which `part` are the weight's own."""
+        (row, end_row), (column, end_column) = box
+        return self.layer.merged(part, self.first[:, column:end_column], self.second[row:end_row])
 
 
 def add_adapters(module: torch.nn.Module, adapters: Adapters, *, dtype: torch.dtype) -> None:

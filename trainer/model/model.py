@@ -24,7 +24,7 @@ from trainer.model import megatron_stage, torchtitan_stage, transformers_stage
 from trainer.model.columns import words_of
 from trainer.model.loading import dtype_on_disk, has_values, language_model, value_model
 from trainer.model.logits import LogitRule, logit_rule_of
-from trainer.model.lora import Adapters, adapted, add_adapters, is_adapter
+from trainer.model.lora import Adapters, Merger, adapted, add_adapters, is_adapter
 from trainer.model.routing_replay import RoutingReplay
 from trainer.model.stage import Stage, StagePlan
 from trainer.parallel.pipeline import Pipeline
@@ -111,7 +111,8 @@ class Model:
             self._stage_of = stage_of_weights(module, layout=layout) if layout.pipeline > 1 else {}
             self._adapted = frozenset(adapted(module))
             shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-            self._adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+            self.adapter_shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+            """The shapes of the adapters, by the name that the module has for them; none where all weights are trained."""
             self.shapes = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
             """The shapes of all weights of the model, by the name transformers' module has for them."""
             if replay_routing:
@@ -243,16 +244,22 @@ class Model:
 
         In the dtype the model computes in. All ranks gather them together.
         """
-        held = self._held()
+        held = self.pieces()
         for name in self.shapes if names is None else names:
             yield name, self._whole(name, held)
 
     def pieces(self) -> dict[str, torch.Tensor]:
-        """Give what this rank holds of the present weights, by the same names; adapters are apart from them."""
-        return {name: tensor for name, tensor in self._held().items() if not is_adapter(name)}
-
-    def _held(self) -> dict[str, torch.Tensor]:
+        """Give what this rank holds of the present weights and of the adapters, by the module's names; the two are not merged."""
         return {name: tensor.detach() for stage in self._stages for name, tensor in stage.weights().items()}
+
+    def mergers(self) -> dict[str, Merger]:
+        """By name of each weight with an adapter of which this rank has a part: what merges it. Ranks gather the adapters together."""
+        pieces = self.pieces()
+        return {
+            f"{name}.weight": Merger(layer=layer, first=_whole(pieces[f"{name}.lora_A"]), second=_whole(pieces[f"{name}.lora_B"]))
+            for stage in self._stages
+            for name, layer in adapted(stage.module).items()
+        }
 
     def _whole(self, name: str, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         owner = self._stage_of.get(name, 0) % self._replicas.layout.pipeline
@@ -264,7 +271,7 @@ class Model:
                 weight = layer.merged(weight, _whole(held[prefix + "lora_A"]), _whole(held[prefix + "lora_B"]))
             weight = weight.to(self.dtype) if weight.is_floating_point() else weight
         else:
-            weight = torch.empty((self.shapes | self._adapter_shapes)[name], dtype=self.dtype, device=self.device)
+            weight = torch.empty((self.shapes | self.adapter_shapes)[name], dtype=self.dtype, device=self.device)
         if self.pipeline is not None:
             self.pipeline.send_to_all(weight, owner=owner)
         return weight
@@ -275,8 +282,8 @@ class Model:
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapters alone, whole; empty where all weights are trained."""
-        held = self._held()
-        return {name: self._whole(name, held) for name in self._adapter_shapes}
+        held = self.pieces()
+        return {name: self._whole(name, held) for name in self.adapter_shapes}
 
     def adapters(self) -> dict[str, torch.Tensor]:
         """The same by the names they are published under. All ranks gather them together."""
@@ -284,7 +291,7 @@ class Model:
 
     def described_adapters(self) -> dict[str, torch.Tensor]:
         """The same without memory, for their shapes; nothing is gathered."""
-        return {published_name(name): torch.empty(shape, device="meta") for name, shape in self._adapter_shapes.items()}
+        return {published_name(name): torch.empty(shape, device="meta") for name, shape in self.adapter_shapes.items()}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,7 @@ class Publisher:
             self._tensors = self._adapters
         self._layout = tensors
         if is_sharded := transport.startswith("sharded+"):
-            sender = self._shard_sender_for(tensors)
+            sender = self._shards()
         else:
             sender = open_sender(transport, run_folder=self._run_folder, address=self._address, training_bytes=self._training_bytes)
         with self._changed:
@@ -275,12 +275,10 @@ class Publisher:
             if not is_there(tensors[name], view):
                 view.copy_(tensors[name])
 
-    def _shard_sender_for(self, tensors: tuple[Tensor, ...]) -> Sender:
-        """Raises `WeightsError` where no policy of this trainer, or of this layout, can travel from shard to shard."""
+    def _shards(self) -> Sender:
+        """Raises `WeightsError` where no policy of this trainer can travel from shard to shard."""
         if self._shard_sender is None:
             raise WeightsError("weights.transport is sharded, and every rank of this trainer holds the whole model; set it to gloo")
-        if are_adapters(tensors):
-            raise WeightsError("weights.transport is sharded, and the engines ask for adapters alone, which are gathered; set it to gloo")
         return self._shard_sender
 
     def _is_written(self, version: int) -> bool:

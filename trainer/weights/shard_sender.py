@@ -6,7 +6,7 @@ Rank 0 leads, as in `sharded_weights`: it says which weight buffer to fill, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Shards, Tensor
 from pipelinerl.transport.endpoint import own_address
+from pipelinerl.weights.adapters import are_adapters
 from pipelinerl.weights.manifest import Manifest
 from pipelinerl.weights.reshard import Box, whole
 from pipelinerl.weights.sharded.connections import Place
@@ -88,11 +89,15 @@ class ShardSender:
         pieces = self._model.pieces()
         source = self._source or self._open(call, pieces)
         source.make(call.number)
+        mergers = {} if are_adapters(call.layout) else self._model.mergers()
         for piece, view in source.views(call.number):
             origin = self._origins[piece.name]
-            box = zip(origin.outer(piece.box), self._held[origin.name], strict=True)
-            within = tuple(slice(first - start, end - start) for (first, end), (start, _) in box)
-            view.copy_(local(pieces[origin.name])[within].reshape(view.shape))
+            box = origin.outer(piece.box)
+            held = zip(box, self._held[origin.name], strict=True)
+            part = local(pieces[origin.name])[tuple(slice(first - start, end - start) for (first, end), (start, _) in held)]
+            if origin.name in mergers:
+                part = mergers[origin.name](part, box)
+            view.copy_(part.reshape(view.shape))
         sums = {name: f"{digest:x}" for name, digest in source.seal(call.number, call.version).items()}
         found = self._gather(sums, "to write a policy together")
         return add_ranks({name: int(digest, 16) for name, digest in one.items()} for one in found)
@@ -110,7 +115,8 @@ class ShardSender:
     def _open(self, call: ShardCall, pieces: Mapping[str, torch.Tensor]) -> ShardSource:
         """Plan who sends what, and listen."""
         self._origins = self._origins_of(call.layout)
-        self._held = {name: box_of(pieces.get(name), tuple(shape)) for name, shape in self._model.shapes.items()}
+        shapes = self._model.shapes | self._model.adapter_shapes
+        self._held = {name: box_of(pieces.get(name), tuple(shape)) for name, shape in shapes.items()}
         sources = self._boxes(self._held, self._origins)
         targets = call.shards or ({tensor.name: (whole(tuple(tensor.shape)),) for tensor in call.layout},)
         plans = plan(call.layout, sources=sources, targets=targets)
@@ -125,13 +131,12 @@ class ShardSender:
         return source
 
 
-def check_names(layout: tuple[Tensor, ...], plain: set[str]) -> None:
+def check_names(layout: tuple[Tensor, ...], plain: Collection[str]) -> None:
     """Raise `WeightsError` naming the tensors that no rank holds as they are published."""
     if wrong := [tensor.name for tensor in layout if tensor.name not in plain]:
         raise WeightsError(
             f"weights.transport is sharded, and {len(wrong)} of {len(layout)} tensors are not held by the trainer's ranks as they are"
-            f" published, for example {wrong[0]}: merged adapters, and what is more than cut and renamed, are gathered. Set"
-            ' weights.transport = "gloo".'
+            f' published, for example {wrong[0]}: what is more than cut and renamed is gathered. Set weights.transport = "gloo".'
         )
 
 

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import Tensor
-from pipelinerl.weights.adapters import are_adapters
+from pipelinerl.weights.adapters import are_adapters, published_name
 from pipelinerl.weights.base import views
 from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
 from pipelinerl.weights.shared_memory import attach_to_write
@@ -111,6 +111,9 @@ class ShardedWeights:
         """Where each tensor of a layout lies in the module's. Raises `WeightsError` where some of it would have to be gathered."""
         wanted = [tensor.name for tensor in layout]
         found: dict[str, Origin] = {}
+        if are_adapters(layout):
+            shapes = self._model.adapter_shapes.items()
+            found = {published_name(name): Origin(name=name, box=whole(tuple(shape))) for name, shape in shapes}
         for name in self._model.shapes:
             published = self._names_of(name)
             shape = tuple(self._model.shapes[name])
@@ -118,7 +121,7 @@ class ShardedWeights:
                 found[name] = Origin(name=name, box=whole(shape))
             elif not published.keys().isdisjoint(wanted):
                 found |= origins_in(self._model.module, name, shape)
-        check_names(layout, {name for name, origin in found.items() if not self._model.is_adapted(origin.name)})
+        check_names(layout, found.keys())
         return {name: found[name] for name in wanted}
 
     def _boxes(self, held: Mapping[str, Box], origins: Mapping[str, Origin]) -> list[dict[str, Box]]:

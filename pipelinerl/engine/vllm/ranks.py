@@ -23,7 +23,7 @@ import torch
 from pipelinerl.engine.vllm.rank import OWN, RECEIVED
 from pipelinerl.errors import ConfigError, WeightsError
 from pipelinerl.messages import Shards, Tensor
-from pipelinerl.weights.adapters import AdapterShape
+from pipelinerl.weights.adapters import AdapterShape, are_adapters
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
 from pipelinerl.weights.reshard import Box, Move, Shapes, index_map, whole
@@ -131,13 +131,22 @@ class Ranks:
 
 
 class RanksReceiver:
-    """Has every rank of the engine take its own shard from the trainer's ranks: a `Receiver`."""
+    """Has every rank of the engine take its own shard from the trainer's ranks: a `Receiver`.
 
-    def __init__(self, ranks: Ranks) -> None:
+    Adapters, which every rank needs whole, are taken once, into the memory that all ranks of the engine read.
+    """
+
+    def __init__(self, ranks: Ranks, *, layout: tuple[Tensor, ...] = ()) -> None:
+        """`layout`: of policies."""
         self._ranks = ranks
         self._manifests = ShardTarget(connector, rank=0, parts={})
+        self._adapters = ShardReceiver(connector, layout=layout) if are_adapters(layout) else None
 
     def fetch(self, name: str, digest: str, spare: Callable[[Manifest], torch.Tensor]) -> Payload:
+        if self._adapters is not None:
+            payload = self._adapters.fetch(name, digest, spare)
+            self._ranks.verified = OWN
+            return payload
         manifest = self._manifests.manifest(name, digest)
         layout = tuple(proof.tensor for proof in manifest.proofs)
         compare(manifest, texts(add_ranks(self._ranks.run("receive", name)), layout), name=f"number {name.rpartition('/')[2]}")
@@ -146,11 +155,13 @@ class RanksReceiver:
 
     def close(self) -> None:
         self._manifests.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
 
 def shard_receiver(ranks: Ranks | None, *, layout: tuple[Tensor, ...]) -> Receiver:
     """The engine's end of the transport from shard to shard: all ranks together, or its one rank (None)."""
-    return ShardReceiver(connector, layout=layout) if ranks is None else RanksReceiver(ranks)
+    return ShardReceiver(connector, layout=layout) if ranks is None else RanksReceiver(ranks, layout=layout)
 
 
 class ShardedPolicies:
