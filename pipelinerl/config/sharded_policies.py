@@ -17,11 +17,6 @@ def sharded_policies_can_be_sent(weights: WeightsSection, trainer: TrainerSectio
             'weights.transport is "sharded", and every rank of the trainer holds the whole model (trainer.parallel). Cut it by'
             ' trainer.parallel.shard, tensor, pipeline or expert, or set weights.transport = "gloo".'
         )
-    if weights.delta:
-        yield (
-            'weights.transport is "sharded", whose ranks send their shards whole, and weights.delta is true: what changed is found in a'
-            ' whole policy, which no rank has. Leave weights.delta out, or set weights.transport = "gloo".'
-        )
     if engine.quantization != "none":
         yield (
             f'weights.transport is "sharded", and engine.quantization is "{engine.quantization}", which is made of whole policies. Leave'

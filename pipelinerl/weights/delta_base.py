@@ -8,6 +8,8 @@ publication that fails, or that nobody took, moves nothing.
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import torch
 
@@ -26,18 +28,21 @@ class DeltaBase:
     """Changes since the oldest policy that any engine holds. Belongs to one thread."""
 
     def __init__(self, layout: tuple[Tensor, ...]) -> None:
-        self.policy = torch.zeros(num_bytes(layout), dtype=torch.uint8)
-        """[bytes] uint8: where the present policy is written, whole, before `fill`."""
         self.version: int | None = None
         """The version that deltas are applied to; None while some engine needs a whole policy."""
         self._layout = layout
         self._space = Space(layout)
         self._limit = MAX_CHANGED_FRACTION * sum(self._space.num_elements.values())
-        self._last = torch.zeros_like(self.policy)
+        self._last = torch.zeros(num_bytes(layout), dtype=torch.uint8)
         self._steps: dict[int, dict[int, Positions]] = {}
         """The positions that each version changed against the one before it, by version, ascending."""
         self._oldest: int | None = None
         """Every step after this version is remembered; None before the first publication."""
+
+    @functools.cached_property
+    def policy(self) -> torch.Tensor:
+        """[bytes] uint8: where the present policy is written, whole, before `fill`."""
+        return torch.zeros_like(self._last)
 
     def delta_of(self, version: int, buffer: torch.Tensor) -> Delta | None:
         """Note policy `version`, whole in `buffer` ([bytes] uint8), and return what to send; None where that is the whole.

@@ -306,7 +306,6 @@ def test_what_cannot_travel_from_shard_to_shard_is_told_by_name():
     found = problems_of(tree(weights=weights, engine={"quantization": "int8"}))
     assert [line.partition(", and ")[2].partition(" (")[0].partition(". ")[0].partition(":")[0] for line in found] == [
         "every rank of the trainer holds the whole model",
-        "weights.delta is true",
         'engine.quantization is "int8", which is made of whole policies',
     ]
     assert parse(tree(weights={"transport": "sharded"}, lora={"rank": 4}, trainer=cut), origin="my.toml").weights.transport == "sharded"

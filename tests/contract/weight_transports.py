@@ -203,7 +203,7 @@ TRANSPORTS: dict[str, Callable[[Path, tuple[Tensor, ...]], Transport]] = {
 }
 BETWEEN_DEVICES = ("nccl", "cuda_ipc")
 FOR_WHOLE_POLICIES = ("sharded",)
-"""What changed is found in a whole policy: see `weights.delta` in the config's validation."""
+"""What changed is found by each rank, not in a whole policy: see `tests/weights/test_sharded_changes.py`."""
 
 
 class Engine:

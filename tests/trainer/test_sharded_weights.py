@@ -88,7 +88,9 @@ def publish(
 
 
 def publish_shards(replicas: Replicas, *, folder: Path, adapters: Adapters | None = None, are_separate: bool = False) -> dict[str, Any]:
-    """Publish a model, or its adapters alone, twice, from shard to shard, to two engines, the second after the first; rank 0 has them.
+    """Publish a model, or its adapters alone, from shard to shard, to two engines, the second after the first; rank 0 has them.
+
+    Weights change before the second time, and not before the third, when engines are known to hold the second.
 
     An engine has two ranks, each with a half, or one that takes adapters whole.
     """
@@ -102,7 +104,9 @@ def publish_shards(replicas: Replicas, *, folder: Path, adapters: Adapters | Non
         halves = [{name: [_half(tuple(tensor.shape), rank)] for name, tensor in described.items()} for rank in range(2)]
         if are_separate:
             halves = [{name: [whole(tuple(tensor.shape))] for name, tensor in described.items()}]
-        engines = [EngineRanks(layout, halves, who=f"engine {number}", bucket_bytes=BUCKET_BYTES) for number in range(2)]
+        engines = [
+            EngineRanks(layout, halves, who=f"engine {number}", bucket_bytes=BUCKET_BYTES, takes_changes=True) for number in range(2)
+        ]
         publisher = Publisher(
             sharded.described,
             tied_names=model.tied_names,
@@ -111,32 +115,35 @@ def publish_shards(replicas: Replicas, *, folder: Path, adapters: Adapters | Non
             write=sharded.lead,
             shards=sharded.sender,
             adapters=model.described_adapters if are_separate else None,
+            sends_deltas=True,
         )
         shards = () if are_separate else tuple({name: tuple(boxes) for name, boxes in half.items()} for half in halves)
         publisher.fix_layout(layout, transport="sharded+gloo", shards=shards)
-    found = []
-    for version in (1, 2):
+    found, num_sent = [], []
+    for version in (1, 2, 3):
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model.parameters() if version < 3 else ():
                 parameter.mul_(version) if adapters is None or are_separate else parameter.fill_(version)
         if publisher is None:
             sharded.follow()
-            continue
-        policy = publisher.publish(version)
-        sharded.end()
-        assert policy is not None
-        for engine in engines:
-            assert engine.fetch(policy.buffer, policy.digest) == version
-            found.append(engine.whole())
-    replicas.all_agree(True, what="to end together")
-    source = sharded.sender._source
-    assert source is not None
+        else:
+            policy = publisher.publish(version)
+            sharded.end()
+            assert policy is not None
+            for engine in engines:
+                assert engine.fetch(policy.buffer, policy.digest) == version
+                found.append(engine.whole())
+            publisher.held(version if version > 1 else None)
+        replicas.all_agree(True, what="to have the engines take it")
+        source = sharded.sender._source
+        assert source is not None
+        num_sent.append(source.num_sent)
     sizes = [len(held.memory) for held in source._held.values()]
     for end in (*engines, sharded):
         end.close()
     if publisher is not None:
         publisher.close()
-    return {"found": found, "sizes": sizes, "num_sent": source.num_sent}
+    return {"found": found, "sizes": sizes, "num_sent": num_sent}
 
 
 def _half(shape: tuple[int, ...], rank: int) -> Box:
@@ -225,10 +232,11 @@ def test_shards_go_straight_to_engine_ranks_and_no_rank_gathers_a_policy(folders
         policy = sum(tensor.numel() * 4 for name, tensor in expected.items() if name not in model.tied_names)
         for number, found in enumerate(ranks[0]["found"]):
             for name, tensor in found.items():
-                assert torch.equal(tensor, expected[name] * (1, 1, 2, 2)[number]), (str(layout), name)
-        assert len(ranks[0]["found"]) == 4
+                assert torch.equal(tensor, expected[name] * (1, 1, 2, 2, 2, 2)[number]), (str(layout), name)
+        assert len(ranks[0]["found"]) == 6
         assert all(size < 0.8 * policy for rank in ranks for size in rank["sizes"]), "a rank has its shard alone"
-        assert sum(rank["num_sent"] for rank in ranks) < 2 * 1.1 * policy, "the second engine has it from the first"
+        assert sum(rank["num_sent"][1] for rank in ranks) < 2 * 1.1 * policy, "the second engine has it from the first"
+        assert sum(rank["num_sent"][2] - rank["num_sent"][1] for rank in ranks) < 1e-3 * policy, "nothing has changed"
 
 
 def test_adapters_go_from_shard_to_shard_alone_or_merged_by_whoever_holds_their_weights(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -240,8 +248,8 @@ def test_adapters_go_from_shard_to_shard_alone_or_merged_by_whoever_holds_their_
     adapters, base = model.adapters(), make_model(folders["qwen3"]).tensors()
     size = sum(tensor.numel() * 4 for tensor in adapters.values())
     for number, ((first, *_), layout) in enumerate(zip(results, [one for one in layouts for _ in range(2)], strict=True)):
-        assert len(first["found"]) == 4
-        for version, found in zip((1, 1, 2, 2), first["found"], strict=True):
+        assert len(first["found"]) == 6
+        for version, found in zip((1, 1, 2, 2, 2, 2), first["found"], strict=True):
             assert found.keys() == (base.keys() - model.tied_names if number % 2 else adapters.keys())
             for name, tensor in found.items():
                 if number % 2:
@@ -250,7 +258,7 @@ def test_adapters_go_from_shard_to_shard_alone_or_merged_by_whoever_holds_their_
                 else:
                     assert torch.equal(tensor, adapters[name] * version), (str(layout), name)
         if not number % 2:
-            assert sum(rank["num_sent"] for rank in results[number]) < 2 * 1.1 * size, "adapters alone, and once"
+            assert sum(rank["num_sent"][1] for rank in results[number]) < 2 * 1.1 * size, "adapters alone, and once"
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "files"])

@@ -49,28 +49,29 @@ class TrainerRanks:
         connect: Callable[[], Connect] = lambda: gloo.connect,
         carrier: str = "gloo",
         deadline_s: float = 20.0,
+        sends_changes: bool = False,
     ) -> None:
         self.layout, self._carrier = layout, carrier
         self.plans = plan(layout, sources=sources, targets=targets, bucket_bytes=bucket_bytes)
         self.ranks = [ShardSource(connect(), rank=rank, deadline_s=deadline_s) for rank in range(len(sources))]
         for rank, own in zip(self.ranks, self.plans, strict=True):
-            rank.follow(own, layout)
+            rank.follow(own, layout, sends_changes=sends_changes)
         self.ranks[0].lead([rank.place for rank in self.ranks], self.plans)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, number: int = 0) -> tuple[str, str]:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, number: int = 0, base: int | None = None) -> tuple[str, str]:
         """The weight buffer's name, and the digest to announce."""
-        encoded = encode(manifest_of(version, self.fill(number, version, tensors), self.layout))
+        encoded = encode(manifest_of(version, self.fill(number, version, tensors, base=base), self.layout))
         self.ranks[0].offer(number, encoded)
         return name_of(self.ranks[0].place, number, carrier=self._carrier), digest_of(encoded)
 
-    def fill(self, number: int, version: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def fill(self, number: int, version: int, tensors: Mapping[str, torch.Tensor], *, base: int | None = None) -> dict[str, int]:
         """Have every rank write and seal its shard; the sums of all digests."""
         sums: list[Sums] = []
         for rank in self.ranks:
             rank.make(number)
             for piece, view in rank.views(number):
                 view.copy_(tensors[piece.name][slices(piece.box)])
-            sums.append(rank.seal(number, version))
+            sums.append(rank.seal(number, version, base=base))
         return add_ranks(sums)
 
     def close(self) -> None:
@@ -90,8 +91,10 @@ class EngineRanks:
         deadline_s: float = 20.0,
         who: str = "engine 0",
         connect: Callable[[], Connect] = lambda: gloo.connect,
+        takes_changes: bool = False,
     ) -> None:
         self.layout = layout
+        self._takes_changes = takes_changes
         self.parts = [parts_of(shard, layout) for shard in shards]
         self.ranks = [
             ShardTarget(lambda carrier: connect(), rank=rank, parts=parts, who=who, deadline_s=deadline_s, bucket_bytes=bucket_bytes)
@@ -104,8 +107,13 @@ class EngineRanks:
     def fetch(self, name: str, digest: str) -> int:
         """Take a policy, and check it as a whole; returns its version."""
         manifest = self.ranks[0].manifest(name, digest)
-        found = [rank.fetch(name, memory) for rank, memory in zip(self.ranks, self.memory, strict=True)]
+        spare = [torch.zeros_like(memory) for memory in self.memory] if self._takes_changes else self.memory
+        found = [
+            rank.fetch(name, memory, save=(lambda to, held=held: to.copy_(held)) if self._takes_changes else None)
+            for rank, memory, held in zip(self.ranks, spare, self.memory, strict=True)
+        ]
         compare(manifest, texts(add_ranks(sums for _, sums in found), self.layout), name="here")
+        self.memory = spare
         assert {version for version, _ in found} == {manifest.version}
         return manifest.version
 

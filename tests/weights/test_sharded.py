@@ -156,6 +156,7 @@ def test_ranks_of_an_engine_each_take_their_own_shard_and_commit_together():
         transports.LAYOUT,
         sources=[{tensor.name: whole(tuple(tensor.shape)) for tensor in transports.LAYOUT}],
         targets=sharded_engine.BOXES,
+        sends_changes=True,
     )
     engine = sharded_engine.ShardedEngine(cast(Any, None))
     ranks = cast(Any, engine.weight_receiver._verify).__self__
@@ -167,6 +168,12 @@ def test_ranks_of_an_engine_each_take_their_own_shard_and_commit_together():
             assert engine.holds(number - 1), "staging changes nothing"
             engine.weight_receiver.commit()
             assert engine.holds(number)
+        before = trainer.ranks[0].num_sent
+        changed, digest_of_changed = trainer.publish(4, transports.tensors(3), base=3)
+        engine.weight_receiver.stage(StageWeights(version=4, buffer=changed, digest=digest_of_changed))
+        engine.weight_receiver.commit()
+        assert engine.holds(3)
+        assert trainer.ranks[0].num_sent - before < 0.1 * POLICY_BYTES, "each rank has laid what changed, nothing, over its own shard"
         trainer.ranks[0]._held[1].memory[3] ^= 1
         with pytest.raises(WeightsError, match=r"rank 0: .* from trainer rank 0 at .*: digest is"):
             engine.weight_receiver.stage(StageWeights(version=3, buffer=name, digest=digest))

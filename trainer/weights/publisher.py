@@ -23,7 +23,7 @@ from pipelinerl.weights.manifest import Manifest, seal
 from pipelinerl.weights.transport import Sender, WeightBuffer
 from pipelinerl.weights.transports import open_sender
 from trainer.weights.in_place import is_there
-from trainer.weights.shard_sender import ShardSender
+from trainer.weights.shard_sender import ShardCall, ShardSender
 
 Move = Callable[[Mapping[str, torch.Tensor]], None]
 """Moves the weights to where they are published: views into a weight buffer, by published name."""
@@ -208,7 +208,7 @@ class Publisher:
             self._is_mapped = transport == "shared_memory"
             self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines), in_place=self._in_place)
             self._rollback_epoch = rollback_epoch
-            if self._sends_deltas:
+            if self._sends_deltas and not is_sharded:
                 self._delta_base = DeltaBase(self._layout)
             self._changed.notify_all()
 
@@ -256,7 +256,17 @@ class Publisher:
     def _fill(self, version: int, buffer: WeightBuffer) -> None:
         """Have the present weights whole in a weight buffer, or where what is sent is made of them; or each rank's shard ready."""
         if self._shard_sender is not None and self._engine_shards is not None:
-            self._sealed = self._shard_sender.write(buffer, version, self._layout, self._engine_shards, self._transport)
+            with self._changed:
+                call = ShardCall(
+                    version=version,
+                    layout=self._layout,
+                    shards=self._engine_shards,
+                    transport=self._transport,
+                    sends_changes=self._sends_deltas,
+                    base=self._held,
+                    rollback_epoch=self._rollback_epoch,
+                )
+            self._sealed = self._shard_sender.write(buffer, call)
             return
         whole = buffer.memory if self._delta_base is None else self._delta_base.policy
         if self._written is None or not self._is_written(version):

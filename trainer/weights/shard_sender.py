@@ -36,12 +36,18 @@ from trainer.weights.published import Origin
 class ShardCall(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank must know to fill a weight buffer."""
 
-    number: int
+    number: int = 0
+    """Of the weight buffer."""
     version: int
     layout: tuple[Tensor, ...]
     shards: Shards
     """Of an engine's ranks; empty: one rank holds everything."""
     transport: str
+    sends_changes: bool = False
+    """What changed is sent to engine ranks that can use it."""
+    base: int | None = None
+    """The oldest version that any engine holds; None where one needs a whole policy."""
+    rollback_epoch: int = 0
 
 
 class ShardSender:
@@ -71,24 +77,29 @@ class ShardSender:
         self._held: Mapping[str, Box] = {}
         """What this rank holds of the module's tensors."""
         self._carrier = ""
+        self._rollback_epoch = 0
+        """Of the policy written last."""
 
     def make(self, number: int, num_bytes: int) -> WeightBuffer:
         return WeightBuffer(name=f"shards/{number}", memory=torch.empty(0, dtype=torch.uint8))
 
-    def write(self, buffer: WeightBuffer, version: int, layout: tuple[Tensor, ...], shards: Shards, transport: str) -> Manifest:
+    def write(self, buffer: WeightBuffer, call: ShardCall) -> Manifest:
         """Fill a weight buffer at every rank with the present weights; rank 0 calls it.
 
         Raises `WeightsError` where engines need what no rank holds as it is published, `PeerSilent` where a rank is lost or late.
         """
-        call = ShardCall(number=_number_of(buffer), version=version, layout=layout, shards=shards, transport=transport)
+        call = msgspec.structs.replace(call, number=_number_of(buffer))
         self._lead(call)
-        return manifest_of(version, self.fill(call), layout)
+        return manifest_of(call.version, self.fill(call), call.layout)
 
     def fill(self, call: ShardCall) -> dict[str, int]:
         """Fill this rank's weight buffer together with the others; the sums of all their digests."""
         pieces = self._model.pieces()
         source = self._source or self._open(call, pieces)
         source.make(call.number)
+        if call.rollback_epoch != self._rollback_epoch:
+            source.forget_changes()
+            self._rollback_epoch = call.rollback_epoch
         mergers = {} if are_adapters(call.layout) else self._model.mergers()
         for piece, view in source.views(call.number):
             origin = self._origins[piece.name]
@@ -98,7 +109,7 @@ class ShardSender:
             if origin.name in mergers:
                 part = mergers[origin.name](part, box)
             view.copy_(part.reshape(view.shape))
-        sums = {name: f"{digest:x}" for name, digest in source.seal(call.number, call.version).items()}
+        sums = {name: f"{digest:x}" for name, digest in source.seal(call.number, call.version, base=call.base).items()}
         found = self._gather(sums, "to write a policy together")
         return add_ranks({name: int(digest, 16) for name, digest in one.items()} for one in found)
 
@@ -124,7 +135,7 @@ class ShardSender:
         self._carrier = call.transport.partition("+")[2]
         address = self._address or own_address(self._run_folder, "trainer")
         self._source = source = ShardSource(connector(self._carrier), rank=rank, address=address)
-        source.follow(plans[rank], call.layout)
+        source.follow(plans[rank], call.layout, sends_changes=call.sends_changes)
         places = [msgspec.convert(found, Place) for found in self._gather(source.place, "to say where each sends its shard from")]
         if rank == 0:
             source.lead(places, plans)

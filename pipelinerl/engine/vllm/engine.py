@@ -103,7 +103,7 @@ class VllmEngine:
             self._ranks.call("policy_pipeline")
         swap, layout, choice = self._make_swap(Path(model.path), adapters, weights, in_int8=engine.quantization == "int8")
         verify = self._ranks.verify if self._ranks is not None else manifest.verify_alone if is_colocated else manifest.verify
-        receiver = AutoReceiver(folder=policies, sharded=shard_receiver(self._ranks, layout=layout))
+        receiver = AutoReceiver(folder=policies, sharded=shard_receiver(self._ranks, layout=layout, swap=swap))
         self._weights = WeightReceiver(swap, layout=layout, receiver=receiver, verify=verify)
         self._sleep_mode: SleepMode | None = None
         if is_colocated:
@@ -275,23 +275,22 @@ class VllmEngine:
             packed = "" if self._ranks is not None else pack_for_good(self.model, num_engines=self._num_engines)
             why = "policies are committed by exchanging rows: adapters are staged in one that no sequence reads"
             return self._adapters, layout, why + packed
+        lays_over = weights.delta and weights.transport != "sharded"  # whose changes make a whole shard before it is staged
         if self._ranks is not None:
-            shapes = checkpoint_shapes(folder)
             sharded = ShardedPolicies(
                 self._ranks,
                 folder=folder,
-                shapes=shapes,
+                shapes=checkpoint_shapes(folder),
                 wanted=weights.swap_mode,
-                sends_deltas=weights.delta,
+                sends_deltas=lays_over,
                 staging=self._staging,
             )
             return sharded, sharded.layout, sharded.choice
         self._derived = Derived(self.model, dtype=self._llm.model_config.dtype)
         parameters, layout = plan_of(self.model, folder=folder, derived=self._derived.names)
         captures_graphs = not self._llm.vllm_config.model_config.enforce_eager
-        mode, choice = choose_swap_mode(
-            weights.swap_mode, obstacles_of(self.model, captures_graphs=captures_graphs), sends_deltas=weights.delta
-        )
+        obstacles = obstacles_of(self.model, captures_graphs=captures_graphs)
+        mode, choice = choose_swap_mode(weights.swap_mode, obstacles, sends_deltas=lays_over)
         if in_int8 and mode is not SwapMode.POINTER:
             raise ConfigError(f'engine.quantization is "int8", whose weights change over by a pointer, and here {choice}')
         if in_int8:

@@ -148,7 +148,7 @@ class PolicyRank:
             who = f"the engine of process {os.getppid()}"
             self._policy_target = ShardTarget(connector, rank=self.rank, parts=self._policy_parts, who=who)
         self._policy_shard = self._policy_commit.spare()
-        return self._policy_target.fetch(name, self._policy_shard)[1]
+        return self._policy_target.fetch(name, self._policy_shard, save=self._policy_commit.save)[1]
 
     def _policy_digests(self, source: str, kind: str) -> str:
         """Digests of every so-many-th tensor of a policy, side by side."""

@@ -31,7 +31,7 @@ from pipelinerl.weights.sharded.digests import add_ranks, texts
 from pipelinerl.weights.sharded.receiver import ShardReceiver
 from pipelinerl.weights.sharded.target import ShardTarget
 from pipelinerl.weights.shared_memory import SharedMemorySender
-from pipelinerl.weights.swap import Staging
+from pipelinerl.weights.swap import Staging, WeightSwap
 from pipelinerl.weights.transport import Payload, Receiver
 from pipelinerl.weights.transports import connector
 
@@ -159,9 +159,9 @@ class RanksReceiver:
             self._adapters.close()
 
 
-def shard_receiver(ranks: Ranks | None, *, layout: tuple[Tensor, ...]) -> Receiver:
+def shard_receiver(ranks: Ranks | None, *, layout: tuple[Tensor, ...], swap: WeightSwap) -> Receiver:
     """The engine's end of the transport from shard to shard: all ranks together, or its one rank (None)."""
-    return ShardReceiver(connector, layout=layout) if ranks is None else RanksReceiver(ranks, layout=layout)
+    return ShardReceiver(connector, layout=layout, save=swap.save) if ranks is None else RanksReceiver(ranks, layout=layout)
 
 
 class ShardedPolicies:

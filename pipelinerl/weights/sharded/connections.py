@@ -63,6 +63,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of the weight buffer."""
     target: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Rank of the engine."""
+    held: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """The version over which the caller can lay changes; negative: it takes whole policies alone."""
     policy: str = ""
     """Digest of the weight buffer's name: what an engine rank is asked for."""
     layout: str = ""

@@ -50,6 +50,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the list of pieces, under which the peer publishes that."""
     digests: bytes = b""
     """Of every piece, in the order of the list."""
+    changes: tuple[int, ...] = ()
+    """Bytes of what changed in each bucket of the list, 0: it is sent whole; empty: all are."""
 
 
 NOTHING = msgspec.msgpack.encode(Header())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ import torch
 from pipelinerl.messages import Tensor
 from pipelinerl.weights import manifest
 from pipelinerl.weights.point_to_point import DEADLINE_S, Channel, Connect
+from pipelinerl.weights.sharded.changes import Changes
 from pipelinerl.weights.sharded.connections import Ask, Place, Server
 from pipelinerl.weights.sharded.digests import add_up, digest_of, seed_of
 from pipelinerl.weights.sharded.plan import NOTHING, Header, Piece, SourcePlan, num_bytes_of
@@ -38,6 +39,17 @@ class _Held:
     """[plan.num_bytes] uint8."""
     headers: tuple[bytes, ...] = ()
     """What each engine rank is told of the policy in it; none where it holds none."""
+    version: int = -1
+    base: int | None = None
+    """The version since which `changes` are; None: there are none."""
+    changes: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Encoded, by the first byte of the bucket; the others are sent whole."""
+    headers_of_changes: tuple[bytes, ...] = ()
+    """What an engine rank is told that takes those."""
+
+    def leads_from(self, held: int) -> bool:
+        """Tell whether the changes lead to the policy from a version."""
+        return self.base is not None and self.base <= held <= self.version
 
 
 class ShardSource:
@@ -62,6 +74,8 @@ class ShardSource:
         """Of the digest of each piece."""
         self._lists: tuple[str, ...] = ()
         """By engine rank: the digest under which the list of its buckets is published."""
+        self._changes: Changes | None = None
+        """None where policies are sent whole."""
         self._routes = _Routes()
         self._server = Server(
             connect, who=f"trainer rank {rank}", address=address, deadline_s=deadline_s, words=self._words, send=self._send
@@ -70,9 +84,10 @@ class ShardSource:
         self.num_sent = 0
         """Bytes of policies that left so far."""
 
-    def follow(self, plan: SourcePlan, layout: Sequence[Tensor]) -> None:
-        """Send by this plan from now on."""
+    def follow(self, plan: SourcePlan, layout: Sequence[Tensor], *, sends_changes: bool = False) -> None:
+        """Send by this plan from now on; `sends_changes`: what changed, to engine ranks that can use it."""
         self._plan, self._tensors = plan, {tensor.name: tensor for tensor in layout}
+        self._changes = Changes(plan, self._tensors) if sends_changes else None
         self._seeds = tuple(seed_of(piece) for piece in plan.pieces)
         lists = [msgspec.json.encode(buckets) for buckets in plan.buckets]
         self._lists = tuple(manifest.digest_of(encoded) for encoded in lists)
@@ -94,28 +109,43 @@ class ShardSource:
     def views(self, number: int) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Each piece, and where its values go; what the weight buffer held before is not sent any more."""
         held = self._held[number]
-        held.headers = ()
+        held.headers, held.base = (), None
         for piece, data in self._pieces(held):
             dtype = getattr(torch, self._tensors[piece.name].dtype)
             yield piece, data.view(dtype).view([end - first for first, end in piece.box])
 
-    def seal(self, number: int, version: int) -> dict[str, int]:
-        """Make what was written readable as `version`; return this rank's sums (`digests.Sums`)."""
+    def forget_changes(self) -> None:
+        """Send the next policy whole to everybody: versions go back."""
+        if self._changes is not None:
+            self._changes.forget()
+
+    def seal(self, number: int, version: int, *, base: int | None = None) -> dict[str, int]:
+        """Make what was written readable as `version`; return this rank's sums (`digests.Sums`).
+
+        `base`: the oldest version that any engine holds; None where one needs a whole policy.
+        """
         held = self._held[number]
         found: dict[int, bytes] = {}
         for (piece, data), seed in zip(self._pieces(held), self._seeds, strict=True):
             found[piece.first_byte] = digest_of(data.numpy(), seed=seed)
             throttle()
-        held.headers = tuple(
-            msgspec.msgpack.encode(
-                Header(
-                    version=version,
-                    pieces=digest,
-                    digests=b"".join(found[bucket.first_byte + piece.first_byte] for bucket in buckets for piece in bucket.pieces),
-                )
+        headers = [
+            Header(
+                version=version,
+                pieces=digest,
+                digests=b"".join(found[bucket.first_byte + piece.first_byte] for bucket in buckets for piece in bucket.pieces),
             )
             for digest, buckets in zip(self._lists, self._plan.buckets, strict=True)
-        )
+        ]
+        held.headers, held.version = tuple(map(msgspec.msgpack.encode, headers)), version
+        if self._changes is not None:
+            changes = self._changes.since(base, version=version, memory=held.memory)
+            held.changes = {first: torch.frombuffer(bytearray(encoded), dtype=torch.uint8) for first, encoded in changes.items()}
+            sizes = [tuple(len(changes.get(bucket.first_byte, b"")) for bucket in buckets) for buckets in self._plan.buckets]
+            held.headers_of_changes = tuple(
+                msgspec.msgpack.encode(msgspec.structs.replace(header, changes=own)) for header, own in zip(headers, sizes, strict=True)
+            )
+            held.base = base if changes else None
         return add_up((piece, found[piece.first_byte]) for piece in self._plan.pieces)
 
     def offer(self, number: int, encoded: bytes) -> None:
@@ -133,22 +163,26 @@ class ShardSource:
             yield piece, held.memory[piece.first_byte : piece.first_byte + size]
 
     def _words(self, ask: Ask) -> bytes:
-        if ask.kind == "route":
-            return self._routes.answer(ask)
         held = self._held.get(ask.number)
-        sends = held is not None and ask.target < len(held.headers) and bool(self._plan.buckets[ask.target])
-        return held.headers[ask.target] if held is not None and sends else NOTHING
+        if ask.kind == "route":
+            return self._routes.answer(ask, takes_changes=held is not None and held.leads_from(ask.held))
+        if held is None or ask.target >= len(held.headers) or not self._plan.buckets[ask.target]:
+            return NOTHING
+        return (held.headers_of_changes if held.leads_from(ask.held) else held.headers)[ask.target]
 
     def _send(self, ask: Ask, channel: Channel, said: bytes) -> None:
         if said == NOTHING:
             return
-        buckets, memory = self._plan.buckets[ask.target], self._held[ask.number].memory
-        under_way = [
-            channel.begin_send(memory[bucket.first_byte : bucket.first_byte + bucket.num_bytes]) for bucket in buckets
-        ]  # all at once: they lie there already, and each is taken when the caller has room for it
-        for bucket, sent in zip(buckets, under_way, strict=True):
+        held = self._held[ask.number]
+        changes = held.changes if held.leads_from(ask.held) else {}
+        parts = [
+            changes.get(bucket.first_byte, held.memory[bucket.first_byte : bucket.first_byte + bucket.num_bytes])
+            for bucket in self._plan.buckets[ask.target]
+        ]
+        # All at once: they lie there already, and each is taken when the caller has room for it.
+        for part, sent in [(part, channel.begin_send(part)) for part in parts]:
             sent()
-            self.num_sent += bucket.num_bytes
+            self.num_sent += len(part)
 
 
 class _Routes:
@@ -166,12 +200,13 @@ class _Routes:
         with self._lock:
             self._chains = {key: chain for key, chain in self._chains.items() if key[0] != number}
 
-    def answer(self, ask: Ask) -> bytes:
+    def answer(self, ask: Ask, *, takes_changes: bool = False) -> bytes:
+        """`takes_changes`: from the trainer's ranks, since what engine ranks pass on is whole."""
         sources = self.sources[ask.target] if ask.target < len(self.sources) else ()
         with self._lock:
             chain = self._chains.setdefault((ask.number, ask.target, ask.layout), [])
             chain[:] = [place for place in chain if place != ask.place and place not in ask.failed]
-            upstream = chain[-1] if chain and not ask.failed else None
+            upstream = chain[-1] if chain and not ask.failed and not takes_changes else None
             if ask.place is not None:
                 chain.append(ask.place)
         return msgspec.json.encode(Route(sources=sources, upstream=upstream))

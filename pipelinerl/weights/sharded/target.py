@@ -25,6 +25,7 @@ from pipelinerl.weights.manifest import Manifest, digest_of, open_manifest
 from pipelinerl.weights.point_to_point import DEADLINE_S, Channel, Connect
 from pipelinerl.weights.reshard import Part
 from pipelinerl.weights.sharded import digests
+from pipelinerl.weights.sharded.changes import Bases
 from pipelinerl.weights.sharded.connections import Ask, Line, Place
 from pipelinerl.weights.sharded.digests import NUM_BYTES, add_up
 from pipelinerl.weights.sharded.plan import BUCKET_BYTES, Bucket, Header, Piece
@@ -35,6 +36,8 @@ from pipelinerl.weights.throttle import throttle
 
 log = logging.getLogger(__name__)
 
+Save = Callable[[torch.Tensor], object]
+"""Writes the shard in force into memory ([bytes] uint8)."""
 NAME = re.compile(r"sharded\+(gloo|nccl)://([^\s/]+):([0-9]+)/([0-9a-f]{32})/([0-9]+)")
 
 
@@ -43,12 +46,18 @@ def name_of(place: Place, number: int, *, carrier: str) -> str:
     return f"sharded+{carrier}://{place.address}:{place.port}/{place.token}/{number}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Lost(WeightsError):
+    """A peer is gone or silent, or has no policy."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Bucket:
     """What one peer sends at once."""
 
     peer: int
     """Which one, of those that send."""
+    number: int = 0
+    """In its list."""
     num_bytes: int
     spots: tuple[Spot, ...]
     """The pieces that are whole once it is there."""
@@ -97,6 +106,9 @@ class ShardTarget:
         self._num_bytes = max((part.tensor.offset_bytes + part.tensor.num_bytes for held in parts.values() for part in held), default=0)
         self._room: Ring | None = None
         """Of two buckets, once needed."""
+        self._version = -1
+        """Of the policy taken last."""
+        self._bases = Bases(lambda name: parts[name][0].tensor)
         self._deliveries: dict[bool, _Delivery] = {}
         """From the trainer's ranks, and from another engine's."""
         self._lines: dict[str, Line] = {}
@@ -116,8 +128,10 @@ class ShardTarget:
             raise _lost(place, error) from error
         return open_manifest(encoded, digest=digest, name=f"{place}, number {number}")
 
-    def fetch(self, name: str, shard: torch.Tensor) -> tuple[int, dict[str, int]]:
+    def fetch(self, name: str, shard: torch.Tensor, *, save: Save | None = None) -> tuple[int, dict[str, int]]:
         """Take this rank's shard of what a weight buffer holds into memory ([bytes] uint8); return its version, and the sums of digests.
+
+        With `save` changes are taken where there are some, over the shard in force; where they do not lead to the policy, all of it is.
 
         Raises `WeightsError` naming the peer that is gone or silent, or the piece that is damaged; the shard is then worth nothing.
         """
@@ -126,17 +140,24 @@ class ShardTarget:
         relay.withdraw()
         failed: tuple[Place, ...] = ()
         ask = Ask(kind="route", number=number, target=self._rank, layout=self._layout, place=relay.place, policy=digest_of(name.encode()))
+        held = self._version if save is not None else -1
         while True:
+            ask = msgspec.structs.replace(ask, failed=failed, held=held)
             try:
-                answer = self._line(place).route(msgspec.structs.replace(ask, failed=failed))
+                answer = self._line(place).route(ask)
             except PeerError as error:
                 raise _lost(place, error) from error
             route = msgspec.json.decode(answer, type=Route)
             try:
-                return self._take(ask, route, shard[: self._num_bytes])
+                self._version, sums = self._take(ask, route, shard[: self._num_bytes], save=save)
+                return self._version, sums
             except WeightsError as error:
-                if route.upstream is None:
+                if route.upstream is None and (held < 0 or isinstance(error, _Lost)):
                     raise
+                if route.upstream is None:
+                    log.warning("%s takes a policy whole, because changes did not lead to it: %s", self._who, error)
+                    held = -1
+                    continue
                 log.warning("%s takes a policy from the trainer, because another engine did not pass it on: %s", self._who, error)
                 failed += (route.upstream,)
 
@@ -147,7 +168,7 @@ class ShardTarget:
         if self._relay is not None:
             self._relay.close()
 
-    def _take(self, ask: Ask, route: Route, shard: torch.Tensor) -> tuple[int, dict[str, int]]:
+    def _take(self, ask: Ask, route: Route, shard: torch.Tensor, *, save: Save | None) -> tuple[int, dict[str, int]]:
         """Receive everything, and hang up on everybody where anything failed: nobody knows then where a channel stands."""
         assert self._relay is not None
         peers = _rotated(route.sources, self._rank) if route.upstream is None else [route.upstream]
@@ -159,8 +180,11 @@ class ShardTarget:
                 raise WeightsError(f"the trainer's ranks hold different policies: {held}")
             delivery = self._delivery(peers, [header.pieces for header, _ in answers], is_relayed=route.upstream is not None)
             proofs = _proofs(delivery, [header for header, _ in answers])
+            changes = _sizes_of_changes(delivery, [header for header, _ in answers])
+            if changes and save is not None:
+                save(shard)
             self._relay.begin(Arriving(policy=ask.policy, version=version, memory=shard, pieces=delivery.pieces, digests=proofs))
-            self._receive(delivery, [channel for _, channel in answers], peers, proofs, shard)
+            self._receive(delivery, [channel for _, channel in answers], peers, proofs, shard, changes=changes)
         except BaseException as error:
             self._relay.withdraw()
             for peer in peers:
@@ -181,7 +205,7 @@ class ShardTarget:
                 words, channel = self._line(peer).answer()
                 answers.append((header := msgspec.msgpack.decode(words, type=Header), channel))
                 if header.version < 0:
-                    raise WeightsError(f"cannot fetch a policy from {peer}: its weight buffer holds none; not taken")
+                    raise _Lost(f"cannot fetch a policy from {peer}: its weight buffer holds none; not taken")
         except (RuntimeError, OSError, PeerError) as error:
             raise _lost(peer, error) from error
         return answers
@@ -206,11 +230,12 @@ class ShardTarget:
             [
                 _Bucket(
                     peer=peer,
+                    number=number,
                     num_bytes=bucket.num_bytes,
                     spots=(spots := tuple(spot_of(piece, self._parts) for piece in bucket.pieces)),
                     first_byte=spots[0].first_byte if len(spots) == 1 and spots[0].is_contiguous else None,
                 )
-                for bucket in msgspec.json.decode(one, type=list[Bucket])
+                for number, bucket in enumerate(msgspec.json.decode(one, type=list[Bucket]))
             ]
             for peer, one in enumerate(encoded)
         ]
@@ -243,8 +268,13 @@ class ShardTarget:
         peers: Sequence[Place],
         proofs: Mapping[Spot, bytes],
         shard: torch.Tensor,
+        *,
+        changes: Mapping[_Bucket, int],
     ) -> None:
-        """Receive buckets, as many at once as there is room for, each while those before are checked and put in their places."""
+        """Receive buckets, as many at once as there is room for, each while those before are checked and put in their places.
+
+        `changes`: bytes of those that come as changes of what the shard holds.
+        """
         under_way: collections.deque[tuple[_Bucket, torch.Tensor, Callable[[], None]]] = collections.deque()
 
         def finish() -> None:
@@ -253,43 +283,43 @@ class ShardTarget:
                 wait()
             except (RuntimeError, OSError) as error:
                 raise _lost(peers[bucket.peer], error) from error
-            self._put(bucket, memory.numpy(), proofs, shard.numpy(), peer=peers[bucket.peer])
-            if bucket.first_byte is None:
+            is_in_place = bucket.first_byte is not None and bucket not in changes
+            received = self._bases.with_changes(memory, bucket.spots, shard) if bucket in changes else memory
+            self._put(bucket.spots, None if is_in_place else received.numpy(), proofs, shard.numpy(), peer=peers[bucket.peer])
+            if not is_in_place:
                 room.give_back()
 
         room = self._room = self._room or Ring(2 * self._bucket_bytes)
         room.clear()
         for bucket in delivery.buckets:
-            while (memory := self._memory_for(bucket, shard, room)) is None:
+            while (memory := self._memory_for(bucket, shard, room, num_bytes=changes.get(bucket))) is None:
                 if not under_way:
-                    peer = peers[bucket.peer]
-                    raise WeightsError(
-                        f"{peer} sends {bucket.num_bytes} bytes at once, this rank has room for {len(room.memory)}; not taken"
-                    )
+                    peer, size = peers[bucket.peer], changes.get(bucket, bucket.num_bytes)
+                    raise WeightsError(f"{peer} sends {size} bytes at once, this rank has room for {len(room.memory)}; not taken")
                 finish()
             under_way.append((bucket, memory, channels[bucket.peer].begin_receive(memory)))
         while under_way:
             finish()
 
-    def _memory_for(self, bucket: _Bucket, shard: torch.Tensor, room: Ring) -> torch.Tensor | None:
-        """The place in the shard itself, where the bucket is one run of it; else some room, if there is."""
-        if bucket.first_byte is not None:
+    def _memory_for(self, bucket: _Bucket, shard: torch.Tensor, room: Ring, *, num_bytes: int | None) -> torch.Tensor | None:
+        """The place in the shard itself, where the bucket is one run of it; else, or for `num_bytes` of changes, some room, if there is."""
+        if bucket.first_byte is not None and num_bytes is None:
             return shard[bucket.first_byte : bucket.first_byte + bucket.num_bytes]
-        return room.take(bucket.num_bytes)
+        return room.take(bucket.num_bytes if num_bytes is None else num_bytes)
 
-    def _put(self, bucket: _Bucket, received: Bytes, proofs: Mapping[Spot, bytes], shard: Bytes, *, peer: Place) -> None:
-        """Check the pieces of a bucket that is there, put them in their places, and let them be passed on."""
+    def _put(self, spots: Sequence[Spot], bucket: Bytes | None, proofs: Mapping[Spot, bytes], shard: Bytes, *, peer: Place) -> None:
+        """Check the pieces of a bucket, put them in their places, where they are not there already (None), and let them be passed on."""
         assert self._relay is not None
-        for spot in bucket.spots:
+        for spot in spots:
             place = spot.within(shard)
             first = spot.piece.first_byte
-            data = received[first : first + spot.num_bytes] if bucket.first_byte is None else np.ascontiguousarray(place)
+            data = np.ascontiguousarray(place) if bucket is None else bucket[first : first + spot.num_bytes]
             if (found := digests.digest_of(data, seed=spot.seed)) != proofs[spot]:
                 what = f"{spot.piece.name} {spot.piece.box} from {peer}"
                 raise WeightsError(f"{what}: digest is {found.hex()}, published was {proofs[spot].hex()}; not taken")
-            if bucket.first_byte is None:
+            if bucket is not None:
                 place[...] = data.reshape(spot.shape)
-        self._relay.arrived(bucket.spots)
+        self._relay.arrived(spots)
         throttle()
 
     def _check_whole(self, spots: Sequence[Spot]) -> None:
@@ -341,9 +371,18 @@ def _proofs(delivery: _Delivery, headers: Sequence[Header]) -> dict[Spot, bytes]
     return proofs
 
 
+def _sizes_of_changes(delivery: _Delivery, headers: Sequence[Header]) -> dict[_Bucket, int]:
+    """Bytes of the buckets that come as changes."""
+    return {
+        bucket: size
+        for bucket in delivery.buckets
+        if bucket.number < len(own := headers[bucket.peer].changes) and (size := own[bucket.number]) > 0
+    }
+
+
 def _lost(place: Place, error: Exception) -> WeightsError:
     reason = str(error).partition("\n")[0].replace(place.token, "...")
-    return WeightsError(f"cannot fetch a policy from {place}: {reason}; not taken")
+    return _Lost(f"cannot fetch a policy from {place}: {reason}; not taken")
 
 
 def _rotated(places: Sequence[Place], by: int) -> list[Place]:
