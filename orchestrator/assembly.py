@@ -24,6 +24,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.lease import fence_of
 from pipelinerl.runtime.machine import cores_and_devices
+from pipelinerl.runtime.membership import ScaleFolder
 from pipelinerl.runtime.process import ask_to_replace
 from pipelinerl.transport.zmq import ZmqHub
 
@@ -77,6 +78,7 @@ def opened(
             journal=journal,
             ledger=ledger,
             replace=functools.partial(ask_to_replace, run_folder),
+            scale=ScaleFolder(run_folder),
             vocabulary=vocabulary_of(config),
             experts=experts_of(config),
             in_script=in_script,

@@ -20,24 +20,25 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import InterruptedGroup, read_snapshot
 from orchestrator.observe.function_errors import FunctionErrors
 from orchestrator.observe.progress import Progress
-from orchestrator.peers.adaptive_concurrency import adapt_concurrency
+from orchestrator.peers.adaptive_concurrency import RunningLimit
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.gateway import Gateway
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
+from orchestrator.peers.transport_choice import TransportChoice
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut, GroupAdvantages, StepRules
 from orchestrator.rules.dispatch import Dispatch, dispatch_of
 from orchestrator.rules.group_cut import GroupCut, group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
+from orchestrator.rules.membership import membership_of
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.script import ScriptBook, ScriptCut
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
-from orchestrator.rules.weight_transport import choose_transport
 from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.alternation import Alternation
 from orchestrator.stages.held_policies import HeldPolicies
@@ -54,6 +55,7 @@ from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, S
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.calls import reward_weights
+from pipelinerl.runtime.membership import ScaleFolder
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.base import Hub
@@ -91,6 +93,8 @@ class Dependencies:
     """The size of a mixture of experts whose routes travel; None where none do."""
     answers: Answers | None = None
     """The record of a script's calls, where it is led through them when it goes on."""
+    scale: ScaleFolder | None = None
+    """Where engines that join and leave are asked for; None where none do."""
     in_script: bool = False
     """True where a script says what is sampled, scored and trained (`orchestrator.controller`)."""
     is_replay: bool = False
@@ -148,9 +152,17 @@ class Parts:
         self.announcement_check = (
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
+        self.membership = membership_of(config, earlier=given.scale and given.scale.members(), takes_all=given.is_replay)
+        self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(
-                given.engine_hub, "engine", config.engine.count, ready_s, silent_after_s=config.engine.silent_after_s, has_spares=True
+                given.engine_hub,
+                "engine",
+                config.engine.count,
+                ready_s,
+                silent_after_s=config.engine.silent_after_s,
+                has_spares=True,
+                membership=None if given.is_replay else self.membership,
             ),
             expected=config.engine.count,
             watch=self.watch,
@@ -158,6 +170,8 @@ class Parts:
             completion_check=completions,
             announcement_check=self.announcement_check,
             newest=lambda: max(self.past.open_step, self.admission.version),
+            membership=self.membership,
+            why_unreached=self._transport.why_unreached,
         )
         scorers = self._peers(
             given.scorer_hub, "scorer", NUM_SCORERS + config.prm.is_used, ready_s, silent_after_s=config.scorer.silent_after_s
@@ -188,15 +202,15 @@ class Parts:
         self.peers = (self.engines.peers, scorers, self.trainer, *self._connect_gateway())
         self.alternation = Alternation(engines=self.engines, journal=given.journal) if config.is_colocated else Alternation()
         """The phases of engines and trainer, where they share their devices."""
+        self.limit = RunningLimit(
+            admission=self.admission,
+            most_in=config.max_running_in,
+            group_size=self.num_siblings,
+            credits=self.credits,
+            journal=given.journal,
+        )
         if config.pipeline.adaptive_concurrency:
-            adapt_concurrency(
-                self.admission,
-                engines=self.engines,
-                num_engines=config.engine.count,
-                group_size=self.num_siblings,
-                credits=self.credits,
-                journal=given.journal,
-            )
+            self.limit.adapt_to_caches(self.engines, num_engines=config.engine.count)
 
     def _connect_gateway(self) -> tuple[Peers, ...]:
         self.gateway: Gateway | None = None
@@ -255,23 +269,8 @@ class Parts:
         return dict(sum(counts, collections.Counter[str]()))
 
     def layout_for(self, trainer: TrainerReady) -> LayoutFixed:
-        """Return what a trainer that starts must know to publish: the layout that the engines want, and the transport to them."""
-        if self.given.is_replay:
-            return LayoutFixed(tensors=())
-        weights = self.config.weights
-        transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in self.engines))
-        transport, reason = choose_transport(
-            weights.transport,
-            trainer=trainer.machine,
-            engines={engine.peer: engine.ready.machine for engine in self.engines},
-            address=weights.address,
-            device_transports=transports,
-            is_colocated=self.config.is_colocated,
-        )
-        self.given.journal.write("choice", text=reason)
-        print(reason, flush=True)
-        shards = self.engines.shards() if weights.transport == "sharded" else ()
-        return LayoutFixed(tensors=self.engines.layout(), num_engines=self.config.engine.count, transport=transport, shards=shards)
+        """Return what a trainer that starts must know to publish."""
+        return LayoutFixed(tensors=()) if self.given.is_replay else self._transport.layout_for(trainer, self.engines)
 
     def rollout_sampling(self) -> Sampling:
         """Return how engines sample rollouts; evaluations are held to no constraint."""

@@ -11,6 +11,7 @@ from orchestrator.parts import Dependencies, Parts
 from orchestrator.pipeline import Pipeline
 from orchestrator.rules.dispatch import gauges_of
 from orchestrator.stages.evaluation import Evaluation
+from orchestrator.stages.scaling import Scaling
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop
@@ -86,11 +87,20 @@ class Run:
             dispatch=lambda: gauges_of(parts.dispatch, parts.group_cut),
         )
         parts.progress.on_alarm = self._hear
+        self._scaling = given.scale and Scaling(
+            folder=given.scale,
+            membership=parts.membership,
+            engines=parts.engines,
+            limit=parts.limit,
+            credits=parts.credits,
+            journal=given.journal,
+        )
 
     async def run(self) -> RunResult:
         """Wait for the peers, run the stages to the end, evaluate, tell everyone to stop. Raises the first error of any stage or peer."""
         async with asyncio.TaskGroup() as group:
-            service = [group.create_task(task.run()) for task in (*self.parts.peers, self._status)]
+            scaling = [] if self._scaling is None else [self._scaling]
+            service = [group.create_task(task.run()) for task in (*self.parts.peers, self._status, *scaling)]
             main = group.create_task(self._main())
             stop = group.create_task(self._stopped.wait())
             await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)

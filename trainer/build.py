@@ -139,7 +139,7 @@ def build_step(
             max_logprob_gap=config.trainer.max_logprob_gap or MAX_LOGPROB_GAP[_computes_in(config)],
             max_mismatch_kl=config.trainer.max_mismatch_kl,
             first_step=first_step,
-            num_engines=config.engine.count,
+            num_engines=config.engine.most,
             device=replicas.device,
         ),
         correct_reward=config.algorithm.correct_reward,

@@ -1,6 +1,10 @@
-"""The engines' KV caches decide how many rollouts engines get, see `rules.concurrency`."""
+"""How many rollouts engines get at once: so many for each engine, and where that is wanted as many as their KV caches hold
+(`rules.concurrency`)."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 from orchestrator.peers.engines import Engines
 from orchestrator.rules.admission import Admission
@@ -10,21 +14,43 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.stage import Signal
 
 
-def adapt_concurrency(
-    admission: Admission, *, engines: Engines, num_engines: int, group_size: int, credits: Signal, journal: Journal
-) -> None:
-    """Adapt `admission.max_running` to the engines' reports of their KV caches."""
-    concurrency = Concurrency(most=admission.max_running, least=num_engines * group_size, group_size=group_size)
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RunningLimit:
+    """Keeps `admission.max_running` in step with the number of engines."""
 
-    def hear(load: EngineLoad) -> None:
-        if load.kv_used is None:
-            return
-        num_held = load.num_running + load.num_waiting
-        concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=len(engines.requests))
-        if concurrency.limit != admission.max_running:
-            admission.max_running = concurrency.limit
-            journal.write("limit", max_running=concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
-            credits.set()
+    admission: Admission
+    most_in: Callable[[int], int]
+    """The callback returns the largest limit with so many engines."""
+    group_size: int
+    credits: Signal
+    journal: Journal
+    _concurrency: Concurrency | None = dataclasses.field(default=None, init=False)
 
-    engines.on_load(hear)
-    engines.on_died(concurrency.lost)
+    def adapt_to_caches(self, engines: Engines, *, num_engines: int) -> None:
+        """Lower the limit while KV caches of engines are full, and raise it again while they have room."""
+        concurrency = Concurrency(most=self.admission.max_running, least=num_engines * self.group_size, group_size=self.group_size)
+        self._concurrency = concurrency
+
+        def hear(load: EngineLoad) -> None:
+            if load.kv_used is None:
+                return
+            num_held = load.num_running + load.num_waiting
+            concurrency.reported(load.engine_id, kv_used=load.kv_used, num_held=num_held, num_outstanding=len(engines.requests))
+            self._set(concurrency.limit, engine_id=load.engine_id, kv_used=load.kv_used)
+
+        engines.on_load(hear)
+        engines.on_died(concurrency.lost)
+
+    def resize(self, num_engines: int) -> None:
+        """Take over another number of engines."""
+        most = self.most_in(num_engines)
+        if self._concurrency is not None:
+            self._concurrency.resize(most=most, least=num_engines * self.group_size)
+            most = self._concurrency.limit
+        self._set(most, num_engines=num_engines)
+
+    def _set(self, limit: int, **why: float) -> None:
+        if limit != self.admission.max_running:
+            self.admission.max_running = limit
+            self.journal.write("limit", max_running=limit, **why)
+            self.credits.set()

@@ -43,6 +43,8 @@ class Engine:
     """The reason why it takes no new work; empty while it does. Its running sequences go on under its old version."""
     is_rejected: bool = False
     """True where it keeps committing violations, or says that it has failed: its process is being replaced."""
+    leaves_for: str = ""
+    """The reason why it leaves the run, or is given up; empty while it stays. Its running sequences go on until it is dismissed."""
     num_outstanding: int = 0
     """Rollouts it was asked for and has not answered."""
     load: EngineLoad | None = None
@@ -58,8 +60,8 @@ class Engine:
 
     @property
     def takes_work(self) -> bool:
-        """True where it is neither fenced nor about to be replaced."""
-        return not self.fault and not self.is_rejected
+        """True where it is neither fenced, nor about to be replaced or to leave."""
+        return not (self.fault or self.is_rejected or self.leaves_for)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The engines as the orchestrator knows them: which serve, and what each holds. `engine_requests` knows what each was asked for.
 
 An engine is lost when another process announces itself under its name, or says that it will: every request it had is then given back to the
-part that asked.
+part that asked. `rules.membership` says which engines the run has: one that it does not have is told to end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TypeVar
 from orchestrator.peers.engine import Engine
 from orchestrator.peers.engine_requests import EngineRequests
 from orchestrator.peers.peers import Peers
+from orchestrator.rules.membership import Membership
 from orchestrator.rules.routing import Loads
 from orchestrator.rules.validation.announcements import AnnouncementCheck, gauges, policy_of
 from orchestrator.rules.validation.completions import CompletionCheck
@@ -23,11 +24,13 @@ from pipelinerl.messages import (
     EngineReady,
     Shards,
     Starting,
+    Stop,
     Tensor,
     WeightsCommitted,
     WeightsRefused,
     WeightsStaged,
 )
+from pipelinerl.runtime.membership import State
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
@@ -47,8 +50,13 @@ class Engines:
         completion_check: CompletionCheck | None = None,
         announcement_check: AnnouncementCheck | None = None,
         newest: Callable[[], int] = lambda: 0,
+        membership: Membership | None = None,
+        why_unreached: Callable[[EngineReady], str | None] = lambda ready: None,
     ) -> None:
-        """Set `credits` with every answer, whichever part asked for it: the engine has room again.
+        """Await the engines of `membership`; without one, the first `expected`, for good. `why_unreached` says why no policy could reach
+        an engine that joins a run under way.
+
+        Set `credits` with every answer, whichever part asked for it: the engine has room again.
 
         `completion_check` and `announcement_check` find violations in answers and announcements; `newest()` is the newest version any
         engine may hold. Without the checks, as where recorded answers are replayed, every message is believed except for its sender's
@@ -58,7 +66,8 @@ class Engines:
         self._credits = credits
         self.changed = Signal()
         """Set when an engine announces itself or commits a version."""
-        self._expected = expected
+        self.membership = membership or Membership(count=expected)
+        self._why_unreached = why_unreached
         self.watch = watch
         self._announcement_check = announcement_check
         self._newest = newest
@@ -78,6 +87,7 @@ class Engines:
         peers.on(EngineReady, self._on_ready)
         peers.on(EngineLoad, self._on_load)
         peers.on_rejected(self._on_rejected)
+        peers.on_silent(self._on_silent)
 
     def __iter__(self):
         return iter(self._engines.values())
@@ -100,8 +110,8 @@ class Engines:
 
     @property
     def num_missing(self) -> int:
-        """The number of engines of the config that have not announced themselves, or are lost."""
-        return self._expected - len(self._engines)
+        """The number of awaited engines that have not announced themselves, or are lost; 1 at least where there is none at all."""
+        return len(self.membership.awaited() - self._engines.keys()) or int(not self._engines)
 
     @property
     def max_model_tokens(self) -> int:
@@ -159,6 +169,23 @@ class Engines:
             self._note(engine)
         self.changed.set()
 
+    def leave(self, engine: Engine, reason: str) -> None:
+        """Give an engine no new work, as it is to leave; with an empty reason, give it some again, as it stays."""
+        engine.leaves_for = reason
+        self._note(engine)
+        self.changed.set()
+        self._credits.set()
+
+    def dismiss(self, engine_id: int, reason: str) -> None:
+        """Let go of an engine that is to leave, or is given up: what it has is asked of others, and it is told to end."""
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            engine.leaves_for = reason
+            self._note(engine)
+            self.requests.give_back(engine)
+            self._lose(engine_id)
+        self._tell_to_end(f"{self.peers.role}-{engine_id}", reason)
+
     def on_joined(self, handler: Callable[[Engine], None]) -> None:
         """Have `handler` called with every engine that announces itself."""
         self._joined.append(handler)
@@ -208,6 +235,11 @@ class Engines:
         known = self._engines.get(ready.engine_id)
         if known is not None and known.ready.process_id == ready.process_id:
             return
+        if (why := self._why_not_taken(ready)) is not None:
+            self._lose(ready.engine_id)
+            self.membership.lost(ready.engine_id, why)
+            self._tell_to_end(peer, why)
+            return
         if (violation := self._wrong(ready)) is not None:
             self._not_taken[peer] = violation
             self.peers.refuse(peer, violation)
@@ -222,6 +254,7 @@ class Engines:
             newest_told=max(ready.version, self._newest()),  # an orchestrator that is gone may have told it
             rollback_epoch=ready.rollback_epoch,
         )
+        self.membership.joined(ready.engine_id)
         if self._layout is not None or not self.num_missing:  # a trainer may come while none is there
             self.layout()
         self._note(engine)
@@ -238,10 +271,35 @@ class Engines:
             return Violation(kind=Kind.BOUNDS, words=words)
         return self._announcement_check.engine(ready, newest=self._newest())
 
+    def _why_not_taken(self, ready: EngineReady) -> str | None:
+        """Say why an engine that announces itself is not the run's, or could not serve it; None where all is well."""
+        if not self.membership.may_join(ready.engine_id):
+            return f"engine-{ready.engine_id} is not one of the engines that the run has now (`pipelinerl scale`)"
+        return None if ready.engine_id in self.membership.awaited() else self._why_unreached(ready)
+
+    def _tell_to_end(self, peer: str, reason: str) -> None:
+        self.peers.send(peer, Stop(reason=reason))
+        self.peers.forget(peer)
+
+    def _on_silent(self, peer: str, words: str) -> bool:
+        """Give up a spare that has fallen silent; return False for an engine without which the run does not go on."""
+        engine_id = number_of(peer)
+        is_leaving = self.membership.state(engine_id) is State.DRAINING
+        if not is_leaving and not self.membership.may_be_lost(engine_id):
+            return False
+        self.lost(engine_id, words)
+        return True
+
+    def lost(self, engine_id: int, reason: str) -> None:
+        """Note that an engine will not serve any more, though nobody asked it to leave: what it had is asked of others."""
+        self.membership.lost(engine_id, reason)
+        self.dismiss(engine_id, reason)
+
     def _on_rejected(self, peer: str, is_banned: bool) -> None:
         """Give no more work to an engine that keeps committing violations, or has failed; its rollouts are asked of others."""
         engine = self._engines.get(number_of(peer))
-        self._expected -= is_banned
+        if is_banned:
+            self.membership.lost(number_of(peer), "it kept saying what cannot be")
         self.changed.set()
         if engine is None:
             return
@@ -259,6 +317,7 @@ class Engines:
             return
         self._loads.forget(engine_id)
         self.requests.give_back(engine)
+        self.membership.ended(engine_id)
         for handler in self._died:
             handler(engine_id)
         self.changed.set()
@@ -269,6 +328,8 @@ class Engines:
         if engine is None:
             if peer in self._not_taken:  # it announces itself only once: unrefused, it would be awaited forever
                 self.peers.refuse(peer, self._not_taken[peer])
+            elif self.membership.state(load.engine_id) in (State.LEFT, State.LOST):
+                self._tell_to_end(peer, "the run has gone on without it")
             return
         if (violation := gauges(load)) is not None:
             self.peers.refuse(peer, violation)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from orchestrator.rules.membership import Membership
 from orchestrator.rules.validation.penalties import Penalties, Penalty
 from orchestrator.rules.validation.violations import Kind, Violation, shorten, wrong_identity
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
@@ -49,8 +50,11 @@ class Peers:
         has_spares: bool = False,
         failure_ends_run: bool = False,
         max_processes: int | None = None,
+        membership: Membership | None = None,
     ) -> None:
-        """Take `replace(peer)`, which has a peer's process killed so that another takes its place; None where nobody can.
+        """Await the peers of `membership`, which may join and leave; without one, the first `expected`, for good.
+
+        Take `replace(peer)`, which has a peer's process killed so that another takes its place; None where nobody can.
 
         With `has_spares` the run goes on while one of these peers is left. With `failure_ends_run` it ends with the words of a peer that
         fails. More than `max_processes` processes of one name within an hour are a violation.
@@ -62,14 +66,16 @@ class Peers:
         self.refused: collections.Counter[str] = collections.Counter()
         """Violations of peers, by kind; the hub counts messages that could not be read."""
         self._handlers: dict[type[Message], Handler] = {Failed: _raise_failed if failure_ends_run else self._on_failed}
-        self._names = frozenset(f"{role}-{number}" for number in range(expected))
-        self._expected = expected
+        self._membership = membership or Membership(count=expected)
+        self._names = self._named(self._membership.names)
+        """The peers that there may be."""
         self._has_spares = has_spares
         self._tell = tell
         self._told: collections.Counter[tuple[str, str]] = collections.Counter()
         """Refused messages by peer and kind."""
         self._penalties = Penalties(can_replace=replace is not None, max_processes=max_processes)
         self._rejected: list[Callable[[str, bool], None]] = []
+        self._on_silent: Callable[[str, str], bool] = lambda peer, words: False
         self._banned: set[str] = set()
         self._ready_deadline_s = ready_deadline_s
         self._silent_after_s = silent_after_s
@@ -96,6 +102,17 @@ class Peers:
     def on_rejected(self, handler: Callable[[str, bool], None]) -> None:
         """Have `handler` called with a peer that must get no work: it is to be replaced for its violations, or, with True, is banned."""
         self._rejected.append(handler)
+
+    def on_silent(self, handler: Callable[[str, str], bool]) -> None:
+        """Have `handler` called with a peer that has fallen silent, and words about it; it returns True where the run goes on without."""
+        self._on_silent = handler
+
+    def forget(self, peer: str) -> None:
+        """Expect nothing of a peer any more: its silence is no fault. A process that announces itself under its name is heard."""
+        for known in (self._heard_at, self._process_ids, self._last_words):
+            known.pop(peer, None)
+        for names in (self._silent, self._starting, self._ended):
+            names.discard(peer)
 
     def refuse(self, peer: str, violation: Violation, *, is_hopeless: bool = False) -> None:
         """Count and report a violation of a peer. Its process is replaced where it keeps committing violations, or at once where
@@ -144,7 +161,7 @@ class Peers:
                     self._hold_against(peer, Violation(kind=message.reason, words=message.words))
                 if type(message) in self._handlers and peer not in self._banned:
                     self._handlers[type(message)](peer, message)
-            if len(self._heard_at) >= self._expected:
+            if self._awaited() <= self._heard_at.keys():
                 self._all_heard.set()
 
     def _heard(self, peer: str, message: Message, *, now_s: float) -> None:
@@ -174,7 +191,7 @@ class Peers:
         if self._penalties.failed(peer, now_s=asyncio.get_running_loop().time()):
             self._ended.add(peer)  # from now on it is silent, and in the end replaced for that
             self._gone.add(peer)
-        elif not self._has_spares or self._names <= self._banned | self._last_words.keys():
+        elif not self._has_spares or self._named(self._membership.present()) <= self._banned | self._last_words.keys():
             return
         self._condemn(peer, is_final=False)
 
@@ -199,7 +216,7 @@ class Peers:
         self._tell(peer, "banned", f"it keeps saying what cannot be, last {violation.kind}: nothing it says is heard any more", 1)
         self._banned.add(peer)
         self._condemn(peer, is_final=True)
-        if not self._has_spares or self._banned >= self._names:
+        if not self._has_spares or self._banned >= self._named(self._membership.present()):
             raise PeerRefused(
                 f"{peer} keeps saying what cannot be, and the run cannot go on without it: {shorten(violation.words)}. It was replaced as"
                 " often as may be; see its log, and who else may have its key"
@@ -215,13 +232,13 @@ class Peers:
             async with asyncio.timeout(self._ready_deadline_s):
                 await self._all_heard.wait()
         except TimeoutError:
-            missing = [name for i in range(self._expected) if (name := f"{self.role}-{i}") not in self._heard_at]
+            missing = sorted(self._awaited() - self._heard_at.keys())
             raise PeerSilent(
                 f"waited {self._ready_deadline_s:g} s for {', '.join(missing)} to start; see the logs in the run folder"
             ) from None
         while True:
             await asyncio.sleep(self._silent_after_s / 4)
-            for peer, heard_at in self._heard_at.items():
+            for peer, heard_at in list(self._heard_at.items()):
                 if peer in self._banned:
                     continue
                 limit_s = self._ready_deadline_s if peer in self._starting else self._silent_after_s
@@ -229,6 +246,11 @@ class Peers:
 
     def _look_at(self, peer: str, *, silence_s: float, limit_s: float) -> None:
         if silence_s <= limit_s or self.is_expected_to_end:
+            return
+        words = f"it was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s{self._said_last(peer)}"
+        if self._on_silent(peer, words):
+            if self._replace is not None:
+                self._replace(peer)
             return
         if self._replace is None:
             raise PeerSilent(f"{peer} was last heard {silence_s:.0f} s ago; the limit is {limit_s:g} s{self._said_last(peer)}")
@@ -241,6 +263,12 @@ class Peers:
             self._silent.add(peer)
             self._gone.add(peer)
             self._replace(peer)
+
+    def _awaited(self) -> set[str]:
+        return self._named(self._membership.awaited())
+
+    def _named(self, numbers: Iterable[int]) -> set[str]:
+        return {f"{self.role}-{number}" for number in numbers}
 
     def _said_last(self, peer: str) -> str:
         return f". Its last words: {self._last_words[peer]}" if peer in self._last_words else ""

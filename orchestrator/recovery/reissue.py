@@ -116,10 +116,11 @@ class Reissue:
     def lose(self, rollout: Rollout, engine_id: int) -> None:
         """Issue the next attempt of a rollout that was lost with its engine."""
         engine = self.engines.find(engine_id)
-        is_rejected = engine is not None and engine.is_rejected
-        if not is_rejected:  # a rejected engine is replaced for its violations, so no prompt is suspected
+        reason = f"engine-{engine_id} ended"
+        if engine is None or not (engine.is_rejected or engine.leaves_for):
             self._lost[engine_id].add(rollout.prompt.prompt_id)
-        reason = f"engine-{engine_id} {'is fenced for what it said' if is_rejected else 'ended'}"
+        else:  # it is replaced for what it said, or let go of: no prompt is suspected
+            reason = f"engine-{engine_id} {'has left' if engine.leaves_for else 'is fenced for what it said'}"
         self._issue_next(rollout, rollout.next_attempt(), engine_id, reason=reason)
 
     def refuse(self, rollout: Rollout, engine_id: int, violation: Violation) -> None:

@@ -11,8 +11,9 @@ from orchestrator.replay.harness import Harness
 from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import EngineReady, PolicyPublished, Starting, TrainerReady, WeightsCommitted, WeightsRefused, WeightsStaged
+from pipelinerl.runtime.membership import State
 
-ENGINE_KINDS = frozenset({"joined", "left", "staged", "swap", "refused", "policy", "trainer", "pin"})
+ENGINE_KINDS = frozenset({"joined", "left", "staged", "swap", "refused", "policy", "trainer", "pin", "member"})
 """Journal lines that weight sync hears."""
 _REST_S = 1.0
 """Seconds that the stages have after the last event."""
@@ -56,5 +57,8 @@ def say(harness: Harness, event: Event) -> None:
             harness.engine_hub.say(peer, ready)
         case "left":
             harness.engine_hub.say(peer, Starting(process_id=process_id))
+        case "member":
+            if fields["state"] in (State.LEFT, State.LOST):
+                harness.parts.engines.membership.lost(fields["engine_id"], fields["reason"])
         case kind:
             harness.engine_hub.say(peer, _SAID_BY_ENGINES[kind](**fields))

@@ -51,6 +51,11 @@ class Concurrency:
         elif fullest < ROOM and num_outstanding >= self.limit:
             self.limit = min(self._most, self.limit + self._group_size)
 
+    def resize(self, *, most: int, least: int) -> None:
+        """Take other bounds, as engines have joined or left. A limit that stood at its upper bound goes on standing there."""
+        self.limit = most if self.limit == self._most else min(self.limit, most)
+        self._most, self._least = most, min(least, most)
+
     def lost(self, engine_id: int) -> None:
         """Forget the report of an engine that is gone: it holds no longer."""
         self._used.pop(engine_id, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.messages import EngineReady
 
 BETWEEN_DEVICES = {"cuda_ipc", "nccl"}
 SHARES_MEMORY = {"shared_memory", "cuda_ipc"}
@@ -61,6 +62,18 @@ def choose_transport(
     if wanted == "auto" and transport in BETWEEN_DEVICES:
         why += ", and all have a device"
     return transport, f"policies travel by {transport}: {why}"
+
+
+def why_unreached(ready: EngineReady, transport: str, *, trainer: str) -> str | None:
+    """Say why policies that travel by `transport` from the machine `trainer` do not reach an engine that joins; None where they do."""
+    if transport in BETWEEN_DEVICES and transport not in ready.transports:
+        return f"policies travel by {transport}, and it has no CUDA device for that"
+    if transport in SHARES_MEMORY and ready.machine and trainer and ready.machine != trainer:
+        return (
+            f"policies travel by {transport}, which does not reach another machine than the trainer's. Start, or resume, the run with"
+            " weights.transport=gloo, nccl or files"
+        )
+    return None
 
 
 def _shortest(*, is_apart: bool, device_transports: Collection[str]) -> str:

@@ -92,9 +92,13 @@ class Config(Section):
     @property
     def max_running_rollouts(self) -> int:
         """Rollouts in engines at once: enough to keep every engine full while finished ones are replaced."""
+        return self.max_running_in(self.engine.count)
+
+    def max_running_in(self, num_engines: int) -> int:
+        """The same of so many engines, where some have joined or left."""
         if self.pipeline.max_running is not None:
             return self.pipeline.max_running
-        return self.engine.count * self.engine.max_running * 5 // 4
+        return num_engines * self.engine.max_running * 5 // 4
 
     @property
     def dispatches_rollouts(self) -> bool:

@@ -103,6 +103,9 @@ class EngineSection(Section):
     elsewhere: Annotated[int, Field(ge=0)] = Field(
         0, description="of these, as many are started by `pipelinerl engines RUN`: in other jobs, or on other machines"
     )
+    max_count: PositiveInt | None = Field(
+        None, description="engines to which `pipelinerl scale RUN engines=N` may bring a live run; default: twice count, and 8 at least"
+    )
     max_running: PositiveInt = Field(64, description="sequences one engine decodes at once")
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="KV cache of each rank of an engine; default: what max_running sequences need, on a GPU what it has left"
@@ -152,6 +155,11 @@ class EngineSection(Section):
     def num_here(self) -> int:
         """Engines that are started with the run."""
         return self.count - self.elsewhere
+
+    @property
+    def most(self) -> int:
+        """Engines that a live run may come to have: keys are made for as many. A larger number costs a small file for each."""
+        return self.max_count or max(8, 2 * self.count)
 
     @property
     def num_stages(self) -> int:

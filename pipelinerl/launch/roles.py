@@ -116,6 +116,6 @@ def _trainer(config: Config, part: tuple[str, ...]) -> str:
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
     num_scorers = 0 if config.tinker is not None else 1 + config.prm.is_used
-    counts = {"engine": config.engine.count, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
+    counts = {"engine": config.engine.most, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
     counts["gateway"] = int(config.gateway is not None)
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))

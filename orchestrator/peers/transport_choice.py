@@ -1,0 +1,44 @@
+"""Which weight transport a run has: chosen when its trainer starts, by the engines that are there then, and kept for those that join."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from orchestrator.peers.engines import Engines
+from orchestrator.rules.weight_transport import choose_transport, why_unreached
+from pipelinerl.config import Config
+from pipelinerl.messages import EngineReady, LayoutFixed, TrainerReady
+from pipelinerl.observe.journal import Journal
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TransportChoice:
+    """The choice, once a trainer has started."""
+
+    config: Config
+    journal: Journal
+    _transport: str | None = dataclasses.field(default=None, init=False)
+    _trainer: str = dataclasses.field(default="", init=False)
+    """The trainer's machine."""
+
+    def layout_for(self, trainer: TrainerReady, engines: Engines) -> LayoutFixed:
+        """Return what a trainer that starts must know to publish: the layout that the engines want, and the transport to them."""
+        weights = self.config.weights
+        transports = frozenset(trainer.transports).intersection(*(engine.ready.transports for engine in engines))
+        self._transport, reason = choose_transport(
+            weights.transport,
+            trainer=trainer.machine,
+            engines={engine.peer: engine.ready.machine for engine in engines},
+            address=weights.address,
+            device_transports=transports,
+            is_colocated=self.config.is_colocated,
+        )
+        self._trainer = trainer.machine
+        self.journal.write("choice", text=reason)
+        print(reason, flush=True)
+        shards = engines.shards() if weights.transport == "sharded" else ()
+        return LayoutFixed(tensors=engines.layout(), num_engines=self.config.engine.most, transport=self._transport, shards=shards)
+
+    def why_unreached(self, ready: EngineReady) -> str | None:
+        """Say why no policy would reach an engine that joins a run under way; None where they do, or nothing was chosen yet."""
+        return None if self._transport is None else why_unreached(ready, self._transport, trainer=self._trainer)

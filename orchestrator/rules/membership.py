@@ -1,0 +1,201 @@
+"""Membership decides which engines a live run has: which ids join, which leave, and which losses it lives with.
+
+A run that is asked for more engines first keeps those that were about to leave, then takes the lowest free ids; asked for fewer, it gives
+up those that have not come yet, then the highest ids, which came last. Engines that it began with are awaited, as everything waits for
+them at the start: where one dies, another process takes its place, or the run ends. Those that have joined since, and those that another
+job started, are spares: the run goes on without one that is lost, and takes it back while it has fewer engines than were asked for.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipelinerl.config import Config
+from pipelinerl.config.scaling import why_fixed
+from pipelinerl.runtime.membership import Member, Members, ScaleRequest, StartedBy, State
+
+PRESENT = (State.JOINING, State.LIVE)
+"""The states of engines that count towards the number that was asked for."""
+
+
+def membership_of(config: Config, *, earlier: Members | None, takes_all: bool = False) -> Membership:
+    """Return the engines of a run, with what an earlier orchestrator of it has written; `takes_all`: see `Membership`."""
+    engine, why = config.engine, why_fixed(config.pipeline, config.weights, config.tinker)
+    found = Membership(count=engine.count, num_here=engine.num_here, most=engine.most, why_fixed=why, takes_all=takes_all)
+    if earlier is not None:
+        found.restore(earlier)
+    return found
+
+
+class Membership:
+    """The engines of one run by id. Every change is news until it is taken."""
+
+    def __init__(
+        self,
+        *,
+        count: int,
+        num_here: int | None = None,
+        most: int | None = None,
+        why_fixed: str | None = None,
+        takes_all: bool = False,
+    ) -> None:
+        """The run begins with `count` engines, of which the first `num_here` are started with it, and may come to have `most`.
+
+        `why_fixed` says why no engine may join or leave; None where they may. `takes_all`: whoever comes is one, as where a recorded run is
+        repeated.
+        """
+        self._takes_all = takes_all
+        num_here = count if num_here is None else num_here
+        self._count = count
+        self._most = count if most is None else most
+        self._why_fixed = why_fixed
+        self._request_id = 0
+        self._refused = ""
+        self.num_wanted = count
+        self._members = {
+            number: Member(engine_id=number, state=State.JOINING, started_by=StartedBy.RUN if number < num_here else StartedBy.JOB)
+            for number in range(count)
+        }
+        self._news: dict[int, Member] = {}
+
+    def restore(self, earlier: Members) -> None:
+        """Take over what an earlier orchestrator of the run has written, unless the settings name another number since.
+
+        Everybody has to announce themselves anew; who was leaving has left, and its rollouts are asked of others.
+        """
+        self._request_id, self._refused = earlier.request_id, earlier.refused
+        if earlier.count != self._count:
+            return
+        for one in earlier.members:
+            begins_anew = one.state in PRESENT or (one.state is State.LOST and one.started_by is StartedBy.RUN)
+            state = State.JOINING if begins_anew else State.LEFT if one.state is State.DRAINING else one.state
+            self._put(msgspec.structs.replace(one, state=state, reason="" if begins_anew else one.reason))
+        self.num_wanted = earlier.num_wanted
+
+    # --- what is known ---
+
+    @property
+    def names(self) -> range:
+        """The ids that engines of this run may have."""
+        return range(self._most)
+
+    def state(self, engine_id: int) -> State | None:
+        """Return the state of an engine; None where the run never had it."""
+        member = self._members.get(engine_id)
+        return None if member is None else member.state
+
+    def present(self) -> set[int]:
+        """Return the ids that serve, or are to serve."""
+        return {number for number, member in self._members.items() if member.state in PRESENT}
+
+    def awaited(self) -> set[int]:
+        """Return the ids without which the run does not begin, and whose place somebody takes: those that it began with."""
+        return {number for number in self.present() if not self._members[number].request_id}
+
+    def num_serving(self) -> int:
+        """The number of engines that admission counts with: spares count once they are live."""
+        return len(self.awaited() | {number for number, member in self._members.items() if member.state is State.LIVE}) or 1
+
+    def may_be_lost(self, engine_id: int) -> bool:
+        """Return whether the run goes on without this engine: it is a spare, and another one is live."""
+        member = self._members.get(engine_id)
+        others = any(one.state is State.LIVE for number, one in self._members.items() if number != engine_id)
+        return member is not None and others and bool(member.request_id or member.started_by is StartedBy.JOB)
+
+    def may_join(self, engine_id: int) -> bool:
+        """Return whether an engine that announces itself is one of the run's; one that was lost is, while engines are too few."""
+        state = self.state(engine_id)
+        return self._takes_all or state in PRESENT or (state is State.LOST and len(self.present()) < self.num_wanted)
+
+    # --- what happens ---
+
+    def joined(self, engine_id: int) -> None:
+        """Note that an engine has announced itself."""
+        self._members.setdefault(engine_id, Member(engine_id=engine_id, state=State.JOINING, started_by=StartedBy.JOB))
+        self._move(engine_id, State.LIVE)
+
+    def ended(self, engine_id: int) -> None:
+        """Note that an engine's process has ended: another one is to follow, unless it was about to leave."""
+        if self.state(engine_id) is State.LIVE:
+            self._move(engine_id, State.JOINING)
+        elif self.state(engine_id) is State.DRAINING:
+            self._move(engine_id, State.LEFT, "it ended before it had answered all that it had")
+
+    def lost(self, engine_id: int, reason: str) -> None:
+        """Note that an engine will not serve any more, and nobody asked it to leave."""
+        if self.state(engine_id) in PRESENT:
+            self._move(engine_id, State.LOST, reason)
+        elif self.state(engine_id) is State.DRAINING:
+            self._move(engine_id, State.LEFT, reason)
+
+    def left(self, engine_id: int, reason: str) -> None:
+        """Note that an engine that was to leave is gone."""
+        self._move(engine_id, State.LEFT, reason)
+
+    def scale(self, request: ScaleRequest) -> list[int]:
+        """Carry out a request, or refuse it: return the live engines that are to leave now. A request that was answered changes nothing."""
+        if request.request_id <= self._request_id:
+            return []
+        self._request_id, self._refused = request.request_id, self._why_not(request) or ""
+        if self._refused:
+            return []
+        self.num_wanted = request.engines
+        missing = request.engines - len(self.present())
+        for number in self._to_join()[: max(0, missing)]:
+            is_kept = self.state(number) is State.DRAINING
+            known = self._members.get(number)
+            origin = (
+                known
+                if is_kept and known
+                else Member(engine_id=number, state=State.JOINING, started_by=request.started_by, request_id=request.request_id)
+            )
+            self._put(msgspec.structs.replace(origin, state=State.LIVE if is_kept else State.JOINING, reason=""))
+        leaving = self._to_leave()[: max(0, -missing)]
+        reason = f"engines={request.engines} was asked for"
+        for number in leaving:
+            self._move(number, State.DRAINING if self.state(number) is State.LIVE else State.LEFT, reason)
+        return [number for number in leaving if self.state(number) is State.DRAINING]
+
+    # --- what is told ---
+
+    def record(self) -> Members:
+        """Return what everybody is told, and what an orchestrator that follows takes over."""
+        return Members(
+            members=tuple(self._members[number] for number in sorted(self._members)),
+            num_wanted=self.num_wanted,
+            count=self._count,
+            request_id=self._request_id,
+            refused=self._refused,
+        )
+
+    def take_news(self) -> list[Member]:
+        """Return the engines that have changed since the last call, each as it is now."""
+        news, self._news = self._news, {}
+        return [news[number] for number in sorted(news)]
+
+    def _why_not(self, request: ScaleRequest) -> str | None:
+        if self._why_fixed is not None:
+            return self._why_fixed
+        if not 1 <= request.engines <= self._most:
+            return (
+                f"engines={request.engines}: expected 1 to {self._most} (engine.max_count). More need a run that was started, or resumed,"
+                " with a larger engine.max_count"
+            )
+        return None
+
+    def _to_join(self) -> list[int]:
+        """The ids that may come, first those that need not come anew; one that was lost may still be somewhere, so it is the last."""
+        order = {State.DRAINING: 0, None: 1, State.LEFT: 1, State.LOST: 2}
+        free = [number for number in self.names if self.state(number) in order]
+        return sorted(free, key=lambda number: (order[self.state(number)], number))
+
+    def _to_leave(self) -> list[int]:
+        return sorted(self.present(), key=lambda number: (self.state(number) is State.LIVE, -number))
+
+    def _move(self, engine_id: int, state: State, reason: str = "") -> None:
+        member = self._members[engine_id]
+        if member.state is not state:
+            self._put(msgspec.structs.replace(member, state=state, reason=reason))
+
+    def _put(self, member: Member) -> None:
+        self._members[member.engine_id] = self._news[member.engine_id] = member

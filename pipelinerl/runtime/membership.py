@@ -1,0 +1,155 @@
+"""The engines that a live run has, as files in `<run>/scale` that everybody reads: they may join and leave while it goes on.
+
+`request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
+it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` when they will not serve any more.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from pipelinerl.errors import ConfigError
+
+MAX_ENGINES = 1 << 16
+"""Engines of a run. A larger value only lets a damaged file fill memory."""
+MAX_DRAIN_S = 86400.0
+"""Longest time that a leaving engine may be given."""
+
+
+class State(enum.StrEnum):
+    """What an engine of a run is doing."""
+
+    JOINING = "joining"
+    """It was asked for, or its process was, and it has not announced itself."""
+    LIVE = "live"
+    """It has announced itself, and serves."""
+    DRAINING = "draining"
+    """It is to leave: it takes no new work, and ends what it has."""
+    LEFT = "left"
+    """It was asked to leave, and has."""
+    LOST = "lost"
+    """It ended, or fell silent, without having been asked to; the run goes on without it, and takes it back when it comes again."""
+
+
+class StartedBy(enum.StrEnum):
+    """Whoever starts an engine's process, and starts it again."""
+
+    RUN = "run"
+    """It was started with the run, on one of its nodes."""
+    LAUNCHER = "launcher"
+    """The run's launcher has started it since, on its own machine."""
+    JOB = "job"
+    """`pipelinerl engines` starts it: in another job, or on another machine."""
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of a run."""
+
+    engine_id: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENGINES)]
+    state: State
+    started_by: StartedBy
+    request_id: int = 0
+    """The request that brought it; 0 of those that the run began with."""
+    reason: str = ""
+    """Why it leaves, has left or is lost, for a person to read."""
+
+
+class Members(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines of a run at one moment, and the last request that they follow from."""
+
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_ENGINES)]
+    num_wanted: int
+    """The number of engines that was asked for."""
+    count: int
+    """`engine.count` of the settings under which it was written: a run that goes on with another one begins anew."""
+    request_id: int = 0
+    """The last request that was answered."""
+    refused: str = ""
+    """Why that request was refused; empty where it was carried out."""
+
+
+class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The wish for a number of engines."""
+
+    request_id: int
+    """Larger than that of every request before it."""
+    engines: int
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]
+    """Seconds that engines which leave may take to end what they have; then it is asked of others."""
+    started_by: StartedBy = StartedBy.LAUNCHER
+    """Who is to start those that come."""
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The word of whoever started an engine that it will not serve any more."""
+
+    reason: str
+
+
+_T = TypeVar("_T", ScaleRequest, Members, Gone)
+
+
+class ScaleFolder:
+    """`<run>/scale`. Every file is written whole or not at all. Raises `ConfigError` for a damaged one."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = run_folder / "scale"
+
+    def ask(self, request: ScaleRequest) -> None:
+        """Ask the orchestrator for a number of engines."""
+        self._write("request.json", request)
+
+    def asked(self) -> ScaleRequest | None:
+        """Return the newest request; None where there was none."""
+        return self._read(self._folder / "request.json", ScaleRequest)
+
+    def publish(self, members: Members) -> None:
+        """Say which engines the run has; the orchestrator alone does."""
+        self._write("engines.json", members)
+
+    def members(self) -> Members | None:
+        """Return the engines of the run; None where no orchestrator has said which."""
+        return self._read(self._folder / "engines.json", Members)
+
+    def tell_gone(self, engine_ids: Iterable[int], reason: str) -> None:
+        """Leave word that engines will not serve any more."""
+        for engine_id in engine_ids:
+            self._write(f"gone-{engine_id}.json", Gone(reason=reason))
+
+    def take_gone(self) -> dict[int, str]:
+        """Return the engines of which word was left since the last call, each with the reason."""
+        found = {}
+        for path in sorted(self._folder.glob("gone-*.json")):
+            gone = self._read(path, Gone)
+            path.unlink(missing_ok=True)
+            if gone is not None and (number := path.stem.removeprefix("gone-")).isdecimal():
+                found[int(number)] = gone.reason
+        return found
+
+    def _write(self, name: str, value: msgspec.Struct) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        draft = self._folder / f".{name}.{os.getpid()}"
+        draft.write_bytes(msgspec.json.encode(value))
+        draft.replace(self._folder / name)
+
+    def _read(self, path: Path, kind: type[_T]) -> _T | None:
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ConfigError(f"{path} is not what this program writes there: {error}. Remove it") from None
+
+
+def is_own(run_folder: Path, engine_id: int, started_by: StartedBy) -> bool:
+    """Return whether an engine is (still) to be started by whoever starts its kind; before the orchestrator has spoken it is."""
+    members = ScaleFolder(run_folder).members()
+    known = {member.engine_id: member for member in members.members} if members is not None else {}
+    member = known.get(engine_id)
+    return member is None or (member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING))
