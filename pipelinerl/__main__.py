@@ -7,7 +7,7 @@ import sys
 
 from rich.markup import escape
 
-from pipelinerl.cli import clusters, plan, reference, runs, serve, simulate, train
+from pipelinerl.cli import clusters, plan, reference, runs, scale, serve, simulate, train
 from pipelinerl.cli.app import app, errors
 from pipelinerl.errors import PipelineError
 

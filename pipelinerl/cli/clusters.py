@@ -68,8 +68,9 @@ def k8s(config_file: ConfigFile, overrides: Overrides = None) -> None:
 def engines(
     run_folder: RunFolder,
     part: Annotated[str, typer.Option(help="K/N: part K, from 0, of those that N jobs start between them")] = "0/1",
+    ids: Annotated[str | None, typer.Option(help="in place of a part: engines that `pipelinerl scale` has let join, such as 2,3")] = None,
 ) -> None:
-    """Start engines of a run in a job, or on a machine, of their own: those that its engine.elsewhere leaves to others.
+    """Start engines of a run in a job, or on a machine, of their own: those that its engine.elsewhere leaves to others, or that joined it.
 
         pipelinerl run my.toml engine.count=6 engine.elsewhere=2 run.interface=ib0
         srun --gpus=2 pipelinerl engines runs/run-20260101-120000      # in another job, which sees the run folder
@@ -79,7 +80,7 @@ def engines(
     """
     from pipelinerl.launch.joining import join
 
-    asyncio.run(join(run_folder.absolute(), part))
+    asyncio.run(join(run_folder.absolute(), part, ids))
 
 
 @commands.command(cls=resuming.RunCommand, rich_help_panel=PANEL)

@@ -9,10 +9,12 @@ One that was told to end while the others live on was told by an orchestrator th
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
@@ -22,6 +24,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.runtime import early, startup
 from pipelinerl.runtime.devices import show_first, usable_gpus
 from pipelinerl.runtime.imports import of_large_packages
+from pipelinerl.runtime.membership import StartedBy, is_own
 from pipelinerl.runtime.parts import engines_of
 from pipelinerl.runtime.process import crash_report, die_with_parent, how_it_ended, record_failure
 from pipelinerl.runtime.restarts import Restarts
@@ -35,19 +38,31 @@ def main() -> None:
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
     parser.add_argument("--elsewhere", help="K/N: part of the engines that the run leaves to other jobs (engine.elsewhere)")
+    parser.add_argument("--ids", help="engines that have joined the live run, with commas")
+    parser.add_argument("--started-by", type=StartedBy, help="who starts those: launcher or job")
     parser.add_argument("--gpus", action="append", default=[], help="UUIDs of the GPUs of one engine, with commas; once for each engine")
     arguments = parser.parse_args(early.arguments(lambda settings: _prepare(Config.model_validate_json(settings))))
     run_folder = arguments.run_folder
-    with crash_report(run_folder, _name_of(arguments.part, arguments.elsewhere)):
+    with crash_report(run_folder, _name_of(arguments.part, arguments.elsewhere, arguments.ids)):
         config = load_run(run_folder)
         _prepare(config)
         make_private_folder()
-        engine_ids = engines_of(arguments.part, arguments.elsewhere, num_here=config.engine.num_here, num_elsewhere=config.engine.elsewhere)
-        sys.exit(_Parent(config, run_folder, gpus=dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))).run())
+        engine_ids = engines_of(
+            arguments.part,
+            arguments.elsewhere,
+            num_here=config.engine.num_here,
+            num_elsewhere=config.engine.elsewhere,
+            ids=arguments.ids,
+        )
+        gpus = dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))
+        started_by = arguments.started_by or (StartedBy.JOB if arguments.elsewhere else StartedBy.RUN)
+        sys.exit(_Parent(config, run_folder, gpus=gpus, started_by=started_by).run())
 
 
-def _name_of(part: str | None, elsewhere: str | None) -> str:
+def _name_of(part: str | None, elsewhere: str | None, ids: str | None) -> str:
     """The name of this process among those of the run."""
+    if ids is not None:
+        return f"engines-joined-{ids.partition(',')[0]}"
     number = (elsewhere or part or "").partition("/")[0]
     return "engines" + ("-elsewhere" if elsewhere else "") + (f"-{number}" if number else "")
 
@@ -62,7 +77,7 @@ def _prepare(config: Config) -> None:
             import_everything()
 
 
-def _gpus_of(engine_ids: range, given: list[str]) -> list[str]:
+def _gpus_of(engine_ids: Sequence[int], given: list[str]) -> list[str]:
     """Each engine's own GPUs; empty where none were given: then the only engine takes what it sees. Raises `ConfigError`."""
     if given and len(given) != len(engine_ids):
         raise ConfigError(f"--gpus was given {len(given)} times for {len(engine_ids)} engines: name the GPUs of each, in their order")
@@ -75,10 +90,12 @@ def _gpus_of(engine_ids: range, given: list[str]) -> list[str]:
 
 
 class _Parent:
-    """Forks the engines, and forks those that are killed again."""
+    """Forks the engines, and forks those that are killed again. One that has left the run, or that somebody else has started since, is not
+    its own any more."""
 
-    def __init__(self, config: Config, run_folder: Path, *, gpus: dict[int, str]) -> None:
+    def __init__(self, config: Config, run_folder: Path, *, gpus: dict[int, str], started_by: StartedBy) -> None:
         """`gpus`: the UUIDs of each engine's GPUs, by its number; empty for what it sees."""
+        self._started_by = started_by
         self._config = config
         self._gpus = gpus
         self._run_folder = run_folder
@@ -88,7 +105,7 @@ class _Parent:
 
     def run(self) -> int:
         """Wait for every child; where one fails, write down how and end all. Returns 1 then, else 0."""
-        for engine_id in self._gpus:
+        for engine_id in filter(self._is_own, self._gpus):
             self._fork(f"engine-{engine_id}", wait_s=None)
         verdict = 0
         while self._children:
@@ -117,8 +134,13 @@ class _Parent:
     def _call_back(self) -> None:
         """Fork engines again that ended while others live on, unless the run is ending."""
         for engine in self._restarts.rejoining(now_s=time.time()):
+            if not self._is_own(_number_of(engine)):
+                continue
             print(f"{engine} was told to end by an orchestrator that is gone; starting it again", file=sys.stderr, flush=True)
             self._fork(engine, wait_s=0.0)
+
+    def _is_own(self, engine_id: int) -> bool:
+        return is_own(self._run_folder, engine_id, self._started_by)
 
     def _fork(self, engine: str, *, wait_s: float | None) -> None:
         """`wait_s`: a replacement waits so long before it loads."""
@@ -131,9 +153,10 @@ class _Parent:
         try:
             die_with_parent(parent_id)
             with crash_report(self._run_folder, engine):
-                if own := self._gpus[int(engine.removeprefix("engine-"))]:
+                if own := self._gpus[_number_of(engine)]:
                     show_first(own)
-                _run_engine(int(engine.removeprefix("engine-")), self._config, self._run_folder, wait_s=wait_s)
+                is_awaited = functools.partial(self._is_own, _number_of(engine))
+                _run_engine(_number_of(engine), self._config, self._run_folder, wait_s=wait_s, is_awaited=is_awaited)
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -145,7 +168,11 @@ class _Parent:
             os._exit(code)
 
 
-def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: float | None) -> None:
+def _number_of(engine: str) -> int:
+    return int(engine.removeprefix("engine-"))
+
+
+def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: float | None, is_awaited: Callable[[], bool]) -> None:
     from pipelinerl.engine.server import serve
     from pipelinerl.engine.stop_strings import finder_of
     from pipelinerl.messages import Starting, ToEngine
@@ -157,7 +184,10 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
         link.send(Starting(process_id=os.getpid()))
         time.sleep(wait_s)
-    if config.engine.cores:
+        if not is_awaited():  # it was killed while it was about to leave
+            link.close()
+            return
+    if engine_id < len(config.engine.cores):
         os.sched_setaffinity(0, {config.engine.cores[engine_id]})
     if config.engine.kind == "fake":
         from pipelinerl.engine.fake import FakeEngine

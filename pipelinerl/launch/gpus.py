@@ -9,7 +9,8 @@ UUIDs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
@@ -77,6 +78,18 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
     told = {by_kind[kind].name: _arguments(groups) for kind, groups in given.items() if kind in by_kind}
     placed = tuple(dataclasses.replace(role, command=(*role.command, *told.get(role.name, ()))) for role in roles)
     return placed, Placement(gpus=tuple(gpus), taken=taken, first_rank=ranks.start)
+
+
+def place_joined(config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu]) -> Role:
+    """Deal engines that join a live run what its other processes on this machine leave. Raises `ConfigError` where it is too little."""
+    groups = [value for other in others for option, value in itertools.pairwise(other.command) if option == "--gpus"]
+    taken = {uuid for group in groups for uuid in group.split(",")}
+    free = [gpu for gpu in gpus if gpu.uuid not in taken]
+    if gpus and not free and not config.engine.shares_gpus:
+        raise ConfigError(f"every GPU of this machine is taken by the run: {said(gpus)}. Have another machine start them: --elsewhere")
+    own = config.model_copy(update={"engine": config.engine.model_copy(update={"gpus": ()})})
+    (placed,), _ = place(own, (role,), free or gpus, is_alone=False)
+    return placed
 
 
 def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequence[Gpu], *, is_alone: bool) -> dict[str, tuple[Gpu, ...]]:
@@ -151,12 +164,13 @@ def _arguments(groups: Sequence[Sequence[Gpu]]) -> tuple[str, ...]:
     return tuple(word for group in groups for word in ("--gpus", ",".join(gpu.uuid for gpu in group)))
 
 
-def _engines_in(config: Config, role: Role | None) -> range:
+def _engines_in(config: Config, role: Role | None) -> Sequence[int]:
     """The engines of a role's process."""
     if role is None:
         return range(0)
     engine = config.engine
-    return engines_of(_part(role), _part(role, "--elsewhere"), num_here=engine.num_here, num_elsewhere=engine.elsewhere)
+    ids = _part(role, "--ids")
+    return engines_of(_part(role), _part(role, "--elsewhere"), num_here=engine.num_here, num_elsewhere=engine.elsewhere, ids=ids)
 
 
 def _part(role: Role | None, option: str = "--part") -> str | None:

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.errors import LeaseError, PeerGone
+from pipelinerl.errors import ConfigError, LeaseError, PeerGone
 from pipelinerl.launch import processes
+from pipelinerl.launch.gpus import place_joined
 from pipelinerl.launch.processes import Processes
-from pipelinerl.launch.roles import Role
+from pipelinerl.launch.roles import Role, joined_engines
 from pipelinerl.launch.run_folder import forget_endpoints
+from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
+from pipelinerl.runtime.membership import ScaleFolder, StartedBy, State
 from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
 from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
@@ -46,16 +51,22 @@ def launcher_of(
     early: EarlyProcesses | None = None,
     is_orchestrator: bool = False,
 ) -> Launcher:
-    """Return the launcher of a run, with what its settings allow it."""
+    """Return the launcher of a run, with what its settings allow it. One with a `lease` starts engines that join the run later, too."""
     return Launcher(
         roles,
         run_folder,
+        joined=None if lease is None else functools.partial(_joined, config, run_folder),
         restarts=Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s),
         stopped_limit_s=config.pipeline.stall_limit_s,
         lease=lease,
         early=early,
         is_orchestrator=is_orchestrator,
     )
+
+
+def _joined(config: Config, run_folder: Path, engine_id: int, others: Iterable[Role]) -> Role:
+    """The role of an engine that joins a run on this machine. Raises `ConfigError` where there is no GPU for it."""
+    return place_joined(config, joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER), others, usable_gpus())
 
 
 class Launcher:
@@ -71,8 +82,11 @@ class Launcher:
         lease: Lease | None = None,
         early: EarlyProcesses | None = None,
         is_orchestrator: bool = False,
+        joined: Callable[[int, Iterable[Role]], Role] | None = None,
     ) -> None:
-        """`lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
+        """`joined` makes the role of an engine that joins, on what the other roles leave of this machine; None where none join here.
+
+        `lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
         `early`: processes that have begun already, each of which becomes the first one of its role.
 
         A process that is stopped (SIGSTOP) for `stopped_limit_s` is killed: nobody else would notice before long that the orchestrator
@@ -85,6 +99,10 @@ class Launcher:
         self._first = "orchestrator" if is_orchestrator else roles[0].name
         """The process whose end is the end of the run: the orchestrator, or on another node the first of its processes."""
         self._run_folder = run_folder
+        self._joined = joined
+        self._scale = ScaleFolder(run_folder)
+        self._begun: set[tuple[int, int]] = set()
+        """(engine, request) of those that have joined."""
         self._lease = lease
         self._lost: LeaseError | None = None
         """Why the folder is not this launcher's any more."""
@@ -105,6 +123,11 @@ class Launcher:
         """The run failed because a process did not end, not because one ended badly."""
         self._failed_at = 0.0
         """Unix seconds at which a failure was noticed; what others record after it, they record because they were ended."""
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Return whether a signal has told this launcher to end."""
+        return self._num_interrupts > 0
 
     async def run(self) -> None:
         """Start everything and wait for the end. Raises `PeerGone` naming the process that failed first, with its own words.
@@ -139,8 +162,13 @@ class Launcher:
             self._running.update([self._first] if self._is_orchestrator else [])
             for name in self._roles:
                 await self._start(name)
-            while (failed := await self._wait()) is not None and (wait_s := self._wait_to_restart(failed)) is not None:
-                await self._restart(failed, wait_s=wait_s)
+            while (failed := await self._wait()) is not None:
+                if (wait_s := self._wait_to_restart(failed)) is not None:
+                    await self._restart(failed, wait_s=wait_s)
+                elif self._roles[failed].is_spare and self._first != failed and not self._is_overdue:
+                    self._give_up(failed)
+                else:
+                    break
             return failed
         finally:
             overseer.cancel()
@@ -223,6 +251,7 @@ class Launcher:
             self._kill_stopped()
             self._renew_lease()
             await self._start_dismissed_again()
+            await self._start_joined()
 
     def _replace(self) -> None:
         """Kill the processes that the orchestrator asks to have replaced."""
@@ -267,8 +296,50 @@ class Launcher:
         if self._deadline_s is not None or self._num_interrupts or self._first != "orchestrator":
             return
         for name in self._restarts.rejoining(now_s=time.time()):
+            if self._has_left(name):
+                continue
             note(self._run_folder, f"{name} was told to end by an orchestrator that is gone; starting it again")
             await self._start(name)
+
+    async def _start_joined(self) -> None:
+        """Start the engines that the orchestrator has let join, and this launcher is to start."""
+        if self._joined is None or self._deadline_s is not None or self._num_interrupts:
+            return
+        members = self._scale.members()
+        for member in members.members if members is not None else ():
+            is_ours = (member.started_by, member.state) == (StartedBy.LAUNCHER, State.JOINING)
+            if not is_ours or (member.engine_id, member.request_id) in self._begun:
+                continue
+            running = [role for name, role in self._roles.items() if self._processes.is_running(name)]
+            try:
+                role = self._joined(member.engine_id, running)
+            except ConfigError as error:
+                self._begun.add((member.engine_id, member.request_id))
+                self._tell_gone([member.engine_id], str(error))
+                continue
+            if role.name not in self._running:  # the one that had its number before has ended
+                self._begun.add((member.engine_id, member.request_id))
+                self._roles[role.name] = role
+                note(self._run_folder, f"{role.name} joins the run")
+                await self._start(role.name)
+
+    def _has_left(self, name: str) -> bool:
+        """Return whether all engines of a process have left the run, as they were asked to."""
+        members = self._scale.members()
+        own = self._roles[name].engine_ids
+        left = {one.engine_id for one in members.members if one.state is State.LEFT} if members is not None else set[int]()
+        return bool(own) and left.issuperset(own)
+
+    def _give_up(self, failed: str) -> None:
+        """Go on without engines that have joined and failed."""
+        self._failed_at = time.time()
+        reason = self._explain(failed)
+        self._processes.put_failures_away()
+        self._tell_gone(self._roles[failed].engine_ids, reason.partition("\n")[0])
+
+    def _tell_gone(self, engine_ids: Sequence[int], reason: str) -> None:
+        note(self._run_folder, f"the run goes on without engines {', '.join(map(str, engine_ids))}: {reason}")
+        self._scale.tell_gone(engine_ids, reason)
 
     def _dismiss(self) -> None:
         """End those that still run and have nothing to save."""

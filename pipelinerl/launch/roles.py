@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
 from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.early import EarlyProcesses
+from pipelinerl.runtime.membership import StartedBy
+from pipelinerl.runtime.parts import engines_of, share_of
 from pipelinerl.runtime.sidecars import Sidecar
 from pipelinerl.upload import uploader
 
@@ -23,8 +25,13 @@ class Role:
     command: tuple[str, ...]
     has_nothing_to_save: bool = False
     """When the orchestrator has ended, it may be ended, too: it may be one that started too late to be told."""
+    is_spare: bool = False
+    """It is an engine that has joined since the run began: the run goes on without it."""
     begins_early: bool = False
     """It imports for longest, and may begin with that before the run folder is there (`pipelinerl.runtime.early`)."""
+
+    engine_ids: tuple[int, ...] = ()
+    """Of a process of engines: theirs."""
 
     @property
     def program(self) -> str:
@@ -47,6 +54,7 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
                 command=(python, "-m", "pipelinerl.engine", *run, *part),
                 has_nothing_to_save=True,
                 begins_early=config.engine.kind == "vllm",
+                engine_ids=tuple(share_of(part[-1] if part else None, count=config.engine.num_here)),
             )
             for name, part in (_parts("engines", engine_nodes) if config.engine.num_here else [])
         ),
@@ -74,7 +82,17 @@ def engine_roles(config: Config, run_folder: Path) -> tuple[Role, ...]:
 def engines_elsewhere(config: Config, run_folder: Path, part: str) -> Role:
     """The engines of a run that another job starts: part `K/N` of those that the run leaves to others."""
     command = (sys.executable, "-m", "pipelinerl.engine", "--run-folder", str(run_folder), "--elsewhere", part)
-    return Role(name=f"engines-elsewhere-{part.partition('/')[0]}", command=command, has_nothing_to_save=True)
+    engine_ids = engines_of(None, part, num_here=config.engine.num_here, num_elsewhere=config.engine.elsewhere)
+    name = f"engines-elsewhere-{part.partition('/')[0]}"
+    return Role(name=name, command=command, has_nothing_to_save=True, engine_ids=tuple(engine_ids))
+
+
+def joined_engines(run_folder: Path, engine_ids: Sequence[int], *, started_by: StartedBy) -> Role:
+    """Engines that join a live run."""
+    ids = ",".join(map(str, engine_ids))
+    command = (sys.executable, "-m", "pipelinerl.engine", "--run-folder", str(run_folder), "--ids", ids, "--started-by", started_by)
+    name = f"engines-joined-{engine_ids[0]}"
+    return Role(name=name, command=command, has_nothing_to_save=True, is_spare=True, engine_ids=tuple(engine_ids))
 
 
 def sidecars_of(config: Config, run_folder: Path) -> tuple[Sidecar, ...]:

@@ -65,7 +65,7 @@ class Supervisor:
 
     def _command(self, role: dict[str, Any]) -> tuple[str, ...]:
         """The orchestrator of a run with processes elsewhere listens where they reach it, unless the settings say where."""
-        is_alone = self._num_nodes == 1 and not self._config.engine.elsewhere
+        is_alone = self._num_nodes == 1 and not self._config.engine.elsewhere and self._config.engine.max_count is None
         is_reached = is_alone or self._config.run.interface != RunSection().interface  # pyright: ignore[reportCallIssue]
         if role["name"] != "orchestrator" or is_reached:
             return tuple(role["command"])

@@ -10,8 +10,13 @@ def share_of(part: str | None, *, count: int) -> range:
     return range(*bounds)
 
 
-def engines_of(part: str | None, elsewhere: str | None, *, num_here: int, num_elsewhere: int) -> range:
-    """The numbers of the engines of a process: its part of those that are started with the run, or of those that follow, elsewhere."""
+def engines_of(
+    part: str | None, elsewhere: str | None, *, num_here: int, num_elsewhere: int, ids: str | None = None
+) -> tuple[int, ...] | range:
+    """The numbers of the engines of a process: its part of those that are started with the run, or of those that follow, elsewhere; or
+    those that it is told, which have joined a live run."""
+    if ids is not None:
+        return tuple(int(number) for number in ids.split(","))
     if elsewhere is None:
         return share_of(part, count=num_here)
     own = share_of(elsewhere, count=num_elsewhere)

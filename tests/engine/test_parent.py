@@ -66,7 +66,7 @@ KILLED = """
     import os, sys
     from pathlib import Path
     from pipelinerl.engine import __main__ as parent
-    def run(engine_id, config, run_folder, *, wait_s):
+    def run(engine_id, config, run_folder, *, wait_s, is_awaited):
         if wait_s is None:
             raise SystemExit(-9)
         Path(run_folder, "again").write_text(str(os.getpid()) + chr(10))

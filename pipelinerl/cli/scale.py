@@ -1,0 +1,70 @@
+"""`pipelinerl scale`: engines join and leave a live run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from pipelinerl.cli.app import RunFolder, console
+from pipelinerl.cli.train import PANEL
+from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.membership import Members
+
+commands = typer.Typer()
+
+
+@commands.command(rich_help_panel=PANEL)
+def scale(
+    run_folder: RunFolder,
+    wanted: Annotated[list[str] | None, typer.Argument(metavar="[engines=N]", help="without it: which engines there are")] = None,
+    drain_s: Annotated[float, typer.Option(help="seconds that engines which leave may take to end what they have")] = 60.0,
+    elsewhere: Annotated[bool, typer.Option("--elsewhere", help="another machine, or job, is to start those that join")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="of a run under Slurm: hand the jobs of those that join to sbatch")] = False,
+) -> None:
+    """Have engines join a live run, or leave it, until it has N.
+
+        pipelinerl scale runs/run-20260101-120000 engines=4
+        pipelinerl scale runs/run-20260101-120000 engines=1 --drain-s 300
+
+    Those that join begin on this run's machine; of a run under Slurm a job is written, and submitted with --submit. Those that leave take
+    no new work; what they have not ended after --drain-s seconds is asked of others.
+    """
+    from pipelinerl.config.file import load_run
+    from pipelinerl.launch import scaling
+    from pipelinerl.launch.slurm import engines as jobs
+    from pipelinerl.launch.slurm.submit import submit as hand_over
+    from pipelinerl.runtime.membership import ScaleFolder, StartedBy, State
+
+    run_folder = run_folder.absolute()
+    if wanted is None:
+        if (found := ScaleFolder(run_folder).members()) is None:
+            raise ConfigError(f"{run_folder} has no engines so far: no orchestrator of it has said which")
+        console.print(_table(found))
+        return
+    is_slurm = (run_folder / "job.sbatch").exists()
+    if submit and not is_slurm:
+        raise ConfigError(f"--submit: {run_folder} is not a run under Slurm")
+    started_by = StartedBy.JOB if elsewhere or is_slurm else StartedBy.LAUNCHER
+    found = scaling.ask(run_folder, engines=scaling.wanted_of(wanted), drain_s=drain_s, started_by=started_by)
+    console.print(_table(found))
+    waiting = [one for one in found.members if one.state is State.JOINING and one.request_id == found.request_id]
+    joining = [one.engine_id for one in waiting if one.started_by is StartedBy.JOB]
+    if joining and is_slurm and not elsewhere:
+        for script in jobs.prepare(load_run(run_folder), run_folder, joining, python=sys.executable):
+            console.print(f"script: {escape(str(script))}", soft_wrap=True)
+            if submit:
+                console.print(f"job: {hand_over(script)}")
+    elif joining:
+        ids = ",".join(map(str, joining))
+        console.print(f"start there: pipelinerl engines {escape(str(run_folder))} --ids {ids}", soft_wrap=True, highlight=False)
+
+
+def _table(found: Members) -> Table:
+    table = Table("engine", "is", "started by", "why", title=f"{found.num_wanted} engines asked for", title_justify="left", box=None)
+    for one in found.members:
+        table.add_row(str(one.engine_id), one.state, one.started_by, escape(one.reason))
+    return table
