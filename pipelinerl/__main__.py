@@ -11,7 +11,7 @@ from pipelinerl.cli import clusters, plan, reference, runs, scale, serve, simula
 from pipelinerl.cli.app import app, errors
 from pipelinerl.errors import PipelineError
 
-for group in (train, clusters, serve, plan, simulate, runs, reference):
+for group in (train, clusters, scale, serve, plan, simulate, runs, reference):
     app.add_typer(group.commands)
 
 

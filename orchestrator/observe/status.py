@@ -15,6 +15,7 @@ from orchestrator.peers.engines import Engines
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.admission import Admission
 from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.membership import State
 from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.watch import Watch
 
@@ -71,9 +72,14 @@ class Status:
             "max_running": self.admission.max_running,
             "rollouts": dataclasses.asdict(rollouts),
             "reasons": dict(self.ledger.reasons),
-            "generated_tokens": sum(engine.load.num_tokens for engine in self.engines if engine.load),
+            "generated_tokens": self.engines.num_tokens,
             "trained_tokens": self.progress.num_trained_tokens,
             "engines": [_plain(engine.load) for engine in self.engines if engine.load],
+            "members": [
+                {"engine_id": one.engine_id, "state": str(one.state), "reason": one.reason}
+                for one in self.engines.membership.record().members
+                if one.state not in (State.LIVE, State.LEFT)
+            ],
             "scorers": [_plain(scorer.load) for scorer in self.scorers if scorer.load],
             "prm": self.prm(),
             "environment": self.environment(),

@@ -76,6 +76,8 @@ class Engines:
         """The engines that take new work."""
         self._not_taken: dict[str, Violation] = {}
         """The violation in the announcement of a peer, by its name."""
+        self._num_tokens_of_gone = 0
+        """Tokens sampled by engines that are gone."""
         self._layout: tuple[Tensor, ...] | None = None
         self._joined: list[Callable[[Engine], None]] = []
         self._died: list[Callable[[int], None]] = []
@@ -117,6 +119,11 @@ class Engines:
     def max_model_tokens(self) -> int:
         """The longest prompt plus completion that every engine serves, in tokens."""
         return min(engine.ready.max_model_tokens for engine in self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that engines have sampled, those that are gone included."""
+        return self._num_tokens_of_gone + sum(engine.load.num_tokens for engine in self if engine.load)
 
     def outstanding(self) -> dict[int, int]:
         """Return the outstanding rollouts of each serving engine, for routing."""
@@ -316,6 +323,7 @@ class Engines:
         if engine is None:
             return
         self._loads.forget(engine_id)
+        self._num_tokens_of_gone += engine.load.num_tokens if engine.load else 0
         self.requests.give_back(engine)
         self.membership.ended(engine_id)
         for handler in self._died:

@@ -72,6 +72,11 @@ class PlainLines:
                 return f"engine {line.get('engine_id')} is ready"
             case "left", _:
                 return f"engine {line.get('engine_id')} is gone"
+            case "scale", _:
+                refused = line.get("refused")
+                return f"engines={line.get('engines')} is asked for" + (f", and refused: {refused}" if refused else "")
+            case _, rows.MemberRow() as member if member.state != "live":  # of those that are, `joined` tells
+                return f"engine {member.engine_id} is {member.state}".replace("is left", "has left") + f": {member.reason}".rstrip(": ")
             case "trainer", _:
                 return "the trainer is ready"
             case _, rows.StatusRow() as status:

@@ -28,6 +28,8 @@ from pipelinerl.observe.report import units
 
 LOOK_EVERY_S = 0.5
 """Pause between two looks at the journals: as often as the orchestrator writes its gauges."""
+MEMBERS_SHOWN = 4
+"""Engines that join, drain or are lost, which are named."""
 ERRORS_SHOWN = 4
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -211,6 +213,10 @@ def _engines(state: RunState) -> RenderableType:
     if status and status.engines:
         slots = f" of {state.sequence_slots * len(status.engines)}" if state.sequence_slots else ""
         gauges.append(f"   {running:.0f}{slots} sequences", style="dim")
+    if status and status.members:
+        told = ", ".join(f"engine {one.engine_id} {one.state}" for one in status.members[:MEMBERS_SHOWN])
+        more = len(status.members) - MEMBERS_SHOWN
+        gauges.append(f"   {told}{f' and {more} more' if more > 0 else ''}", style="yellow")
     gauges.append(f"   {units.whole_percent(state.engine_empty_fraction)} of slots empty, admission closed", style="dim")
     return gauges
 

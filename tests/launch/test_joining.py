@@ -24,6 +24,8 @@ from pipelinerl.transport.endpoint import Endpoint, publish_endpoint
 from pipelinerl.weights.shared_names import FOLDER, run_token
 from tests import processes
 
+ENGINES = Role(name="engines-elsewhere-0", command=(), engine_ids=(1,))
+
 
 def config_of(folder: Path, **sections: Any) -> Config:
     tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "run": {"folder": str(folder)}}
@@ -84,10 +86,10 @@ def test_engines_begin_again_once_another_orchestrator_listens(tmp_path: Path, m
     path = tmp_path / "endpoints" / "engine.json"
     publish_endpoint(path, Endpoint(address="tcp://127.0.0.1:1", server_key="k" * 40, closing_message=b"stop"))
     with pytest.raises(PeerSilent, match="to go on; it was saved, or its orchestrator is gone"):
-        asyncio.run(joining._wait_for_next(tmp_path, deadline_s=0.02))
+        asyncio.run(joining._wait_for_next(tmp_path, ENGINES, deadline_s=0.02))
     again = threading.Timer(0.02, publish_endpoint, args=(path, Endpoint(address="tcp://127.0.0.1:1", server_key="k" * 40)))
     again.start()
-    asyncio.run(joining._wait_for_next(tmp_path, deadline_s=processes.PATIENCE_S))
+    asyncio.run(joining._wait_for_next(tmp_path, ENGINES, deadline_s=processes.PATIENCE_S))
     again.join()
 
 

@@ -37,6 +37,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
+from pipelinerl.runtime.membership import ScaleFolder
 from tests.sim import agents, checker, peers
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS, MemoryHub, NetworkFaults
@@ -131,6 +132,18 @@ def mean_baseline(siblings: tuple[ScoredTrajectory, ...]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What one who has engines join and leave works with."""
+
+    folder: ScaleFolder
+    settings: Config
+    hub: MemoryHub
+    """Of the engines."""
+    world: peers.World
+    run: Run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
     """All of a run but its settings."""
 
@@ -149,6 +162,8 @@ class Circumstances:
     stop_evaluates: bool = True
     script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None
     """What drives the run; None: its config."""
+    beside: Callable[[Beside], Coroutine[Any, Any, None]] | None = None
+    """What has engines join and leave; None: a run that keeps those that it began with."""
     is_recorded: bool = False
     """Leave a run folder, as a real run does, in place of a ledger in memory."""
     limit_s: float = 1e6
@@ -185,12 +200,16 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
                 vocabulary=1000,
                 experts=given.experts,
                 in_script=given.script is not None,
+                scale=ScaleFolder(folder) if given.beside is not None else None,
             ),
         )
         if given.stop_at_s is not None:
             loop.call_at(given.stop_at_s, functools.partial(whole.stop, "stopped by hand", evaluates=given.stop_evaluates))
         async with asyncio.timeout(given.limit_s), asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in _peers(settings, given=given, hubs=hubs, record=record)]
+            if given.beside is not None:
+                beside = Beside(folder=ScaleFolder(folder), settings=settings, hub=hubs[0], world=given.world, run=whole)
+                tasks.append(group.create_task(given.beside(beside)))
             ending = await whole.run() if given.script is None else await _scripted(whole, settings, folder=folder, script=given.script)
             await asyncio.sleep(10.0)
             for task in tasks:

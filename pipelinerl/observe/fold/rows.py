@@ -62,6 +62,18 @@ class EngineGauge:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRow:
+    """An engine that has joined, is to leave, has left or was lost."""
+
+    t: float = 0.0
+    """Unix seconds; 0 in gauges."""
+    engine_id: int
+    state: str = ""
+    """joining, live, draining, left or lost."""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerGauge:
     """One scorer as the orchestrator last heard of it."""
 
@@ -117,6 +129,8 @@ class StatusRow:
     waits: tuple[tuple[str, float], ...] = ()
     """Waits under way, longest first: `stage: what` and seconds."""
     engines: tuple[EngineGauge, ...] = ()
+    members: tuple[MemberRow, ...] = ()
+    """Engines that join, drain or are lost."""
     scorers: tuple[ScorerGauge, ...] = ()
     prm: dict[str, float] = dataclasses.field(default_factory=dict)
     """Gauges of the process reward model; empty in a run without one."""
@@ -271,7 +285,7 @@ class StartUpRow:
 
 
 R = TypeVar("R")
-Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow
+Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow | MemberRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +300,8 @@ class Failure:
 def row_of(line: Line) -> Row | None:
     """The typed row of a journal line; None for a kind that no view shows, and for a line without what its row stands for."""
     kind = _KINDS.get(line["kind"])
-    if kind is None or (kind is StepRow and number(line.get("step")) is None):
+    needed = {StepRow: "step", MemberRow: "engine_id"}.get(kind) if kind is not None else None
+    if kind is None or (needed is not None and number(line.get(needed)) is None):
         return None
     return read(kind, {**line, "kind": line.get("function_kind")} if kind is FunctionErrorRow else line)
 
@@ -356,6 +371,7 @@ _BY_TYPE: dict[str, Callable[[Any], Any]] = {
     ),
     "tuple[EngineGauge, ...]": _gauges(EngineGauge, "engine_id"),
     "tuple[ScorerGauge, ...]": _gauges(ScorerGauge, "scorer_id"),
+    "tuple[MemberRow, ...]": _gauges(MemberRow, "engine_id"),
 }
 """Reads a field by its type: None where the line has nothing that fits."""
 _KINDS: dict[str, type[Row]] = {
@@ -367,6 +383,7 @@ _KINDS: dict[str, type[Row]] = {
     "function_error": FunctionErrorRow,
     "alarm": Alarm,
     "end": EndRow,
+    "member": MemberRow,
 }
 
 

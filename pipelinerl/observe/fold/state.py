@@ -84,7 +84,7 @@ class RunState:
             case EndRow():
                 self.end = row
                 self.identity = row.rollouts or self.identity
-            case None:
+            case rows.MemberRow() | None:
                 pass
         return row
 

@@ -129,6 +129,14 @@ def learning(tables: Tables) -> Table:
     return Table(name="learning", headings=("figure", f"first {WINDOW} steps", f"last {WINDOW}"), kinds=("name",), rows=rows)
 
 
+def members(tables: Tables) -> Table:
+    """Engines that joined and left the live run, or were lost; nothing where it kept those that it began with."""
+    has_changed = any(one.state != "live" for one in tables.members)
+    rows = [(duration(tables.since_start(one.t)), f"engine {one.engine_id}", one.state, one.reason) for one in tables.members]
+    kinds = ("name", "name", "name", "name")
+    return Table(name="members", headings=("after", "engine", "is", "why"), kinds=kinds, rows=rows if has_changed else [], title="Engines")
+
+
 def client_models(tables: Tables) -> Table:
     """What a server's clients trained on: tokens by what is known of them, and how old they were."""
     rows = [

@@ -98,7 +98,9 @@ def measure(tables: Tables) -> Measures | None:
         return None if value is None else value * scale
 
     last = statuses[-1] if statuses else None
-    num_engines = max(1, len(last.engines)) if last else int(tables.setting("engine", "count") or 1)
+    num_engines = max(1, round(counters.mean(len(row.engines) for row in statuses if row.engines) or 1))
+    if not last:
+        num_engines = int(tables.setting("engine", "count") or 1)
     slots = tables.setting("engine", "max_running")
     swaps = [swap for swap in tables.swaps if start < swap.t <= end]
     pauses = counters.total(swap.pause_s for swap in swaps)

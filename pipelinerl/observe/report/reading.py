@@ -53,6 +53,8 @@ class Tables:
     """By step number; of a step that was undone and done again, the later one."""
     statuses: tuple[StatusRow, ...] = ()
     swaps: tuple[SwapRow, ...] = ()
+    members: tuple[rows.MemberRow, ...] = ()
+    """Engines that have joined, left or were lost, in their order."""
     evaluations: tuple[EvaluationRow, ...] = ()
     end: EndRow | None = None
     """None for a run that has not ended, or was killed."""
@@ -106,6 +108,7 @@ def read_tables(run_folder: Path) -> Tables:
     statuses: Thinned[Line] = Thinned(STATUS_ROWS)
     steps: dict[int, StepRow] = {}
     swaps: list[SwapRow] = []
+    members: list[rows.MemberRow] = []
     evaluations: list[EvaluationRow] = []
     start_up: list[StartUpRow] = []
     whole_from, clients = 0.0, ClientModels()
@@ -131,6 +134,8 @@ def read_tables(run_folder: Path) -> Tables:
                 (learning := learning or Alarms()).take_evaluation(row)
             case SwapRow() as row if row.engine_id >= 0:
                 swaps.append(row)
+            case rows.MemberRow() as row:
+                members.append(row)
             case _:
                 pass
     learning = learning or Alarms()
@@ -142,6 +147,7 @@ def read_tables(run_folder: Path) -> Tables:
         steps=tuple(steps[step] for step in sorted(steps)),
         statuses=tuple(rows.read(StatusRow, line) for line in statuses.rows()),
         swaps=tuple(sorted(swaps, key=lambda swap: swap.t)),
+        members=tuple(members),
         evaluations=tuple(sorted(evaluations, key=lambda evaluation: evaluation.t)),
         end=state.end,
         failures=read_failures(run_folder),
