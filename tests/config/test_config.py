@@ -544,6 +544,7 @@ KEYS = [
     "engine.kind",
     "engine.count",
     "engine.elsewhere",
+    "engine.max_count",
     "engine.max_running",
     "engine.kv_cache_bytes",
     "engine.async_scheduling",

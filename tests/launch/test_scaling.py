@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.file import load
+from pipelinerl.config.file import load, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import scaling
 from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.launch.slurm import engines as jobs
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.membership import Member, Members, ScaleFolder, StartedBy, State, is_own
 from scripts.chaos import victims
@@ -77,6 +78,14 @@ def steps(folder: Path) -> int:
     return sum(line["kind"] == "step" for line in read_journals(folder))
 
 
+def has_swapped(folder: Path, engine_id: int) -> bool:
+    return any(line["kind"] == "swap" and line["engine_id"] == engine_id for line in read_journals(folder))
+
+
+def in_flight(folder: Path) -> int:
+    return [line["rollouts"]["in_flight"] for line in read_journals(folder) if line["kind"] == "status"][-1]
+
+
 def scale(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "pipelinerl", "scale", str(folder), *words)
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=processes.PATIENCE_S)
@@ -93,9 +102,12 @@ def test_a_live_run_grows_shrinks_and_outlives_an_engine_that_is_killed_while_it
     assert grown.returncode == 0, grown.stderr
     for number in (1, 2):
         wait_for(live, number, State.LIVE)
-    os.kill(process_of(live, 2), signal.SIGSTOP)  # so that it never ends what it has
-    before = steps(live)
-    processes.wait_until(lambda: steps(live) >= before + 2, what="the others wait for an engine that was stopped")
+    processes.wait_until(lambda: has_swapped(live, 2), what="an engine that joined takes no policy")
+    for number in range(3):  # until each has work: a fake engine ends what it gets at once
+        os.kill(process_of(live, number), signal.SIGSTOP)
+    processes.wait_until(lambda: in_flight(live) >= 40, what="engines that were stopped get no work")
+    for number in range(2):
+        os.kill(process_of(live, number), signal.SIGCONT)
     shrunk = scale(live, "engines=1", "--drain-s", "600")
     assert shrunk.returncode == 0, shrunk.stderr
     assert wait_for(live, 1, State.LEFT).reason == "it has ended all that it had"
@@ -106,26 +118,55 @@ def test_a_live_run_grows_shrinks_and_outlives_an_engine_that_is_killed_while_it
     processes.wait_until(lambda: len(victims.find("engine", live)) == 1, what="an engine that has left goes on")
     before = steps(live)
     processes.wait_until(lambda: steps(live) >= before + 3, what="the run stands still with one engine")
-    again = scale(live, "engines=2")
-    assert again.returncode == 0, again.stderr
+    scaling.ask(live, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
     wait_for(live, 1, State.LIVE)
-    for words, said in (
-        (("engines=0",), "engines=0: expected 1 to 4"),
-        (("engines=5",), "engines=5: expected 1 to 4"),
-        (("engines=two",), "engines=two: expected engines=N"),
-        (("engines=2", "--submit"), "is not a run under Slurm"),
-        (("engines=3", "--elsewhere"), "where no other machine reaches it"),
+    for engines, drain_s, started_by, said in (
+        (0, 1.0, StartedBy.LAUNCHER, "engines=0: expected 1 to 4"),
+        (5, 1.0, StartedBy.LAUNCHER, "engines=5: expected 1 to 4"),
+        (2, -1.0, StartedBy.LAUNCHER, "--drain-s -1: expected 0 to 86400 seconds"),
+        (3, 1.0, StartedBy.JOB, "where no other machine reaches it"),
     ):
-        refused = scale(live, *words)
-        assert refused.returncode == 1
-        assert said in refused.stderr
+        with pytest.raises(ConfigError, match=said):
+            scaling.ask(live, engines=engines, drain_s=drain_s, started_by=started_by)
+    refused = scale(live, "engines=2", "--submit")
+    assert refused.returncode == 1
+    assert "is not a run under Slurm" in refused.stderr
     checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(live)], capture_output=True, text=True, check=False)
     assert "every promise was kept" in checked.stdout, checked.stdout
 
 
 def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config"):
+    with pytest.raises(ConfigError, match="is no run's folder"):
         scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+    for words in (["engines=two"], ["4"], ["engines=2", "engines=3"], ["trainer.steps=4"]):
+        with pytest.raises(ConfigError, match="expected engines=N"):
+            scaling.wanted_of(words)
+    settings = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
+    for sections, said in (
+        ({"pipeline": {"placement": "colocated"}}, "keeps its 1 engines: pipeline.placement"),
+        ({}, "is not live: no orchestrator listens"),
+    ):
+        write_run(tmp_path, parse(settings | sections, origin="test"))
+        with pytest.raises(ConfigError, match=said):
+            scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "orchestrator.jsonl").write_text('{"t": 1.0, "kind": "end", "reason": "finished"}')
+    with pytest.raises(ConfigError, match="is finished: it needs no engines"):
+        scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+
+
+def test_a_slurm_job_of_engines_asks_for_their_gpus_and_is_one_for_each_node(tmp_path: Path) -> None:
+    settings = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "run": {"name": "r"}}
+    slurm = {"gpus_per_node": 4, "partition": "a100", "engine_options": ["--partition=spot"], "engine_nodes": 1, "setup": ["module load x"]}
+    config = parse(settings | {"engine": {"options": {"tensor_parallel_size": 2}}, "slurm": slurm}, origin="test")
+    (tmp_path / "scale").mkdir()
+    first, second = jobs.prepare(config, tmp_path, [2, 3, 4], python="/opt/python")
+    assert [path.name for path in (first, second)] == ["engines-2-3.sbatch", "engines-4.sbatch"]
+    lines = first.read_text().splitlines()
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --partition=spot", "#SBATCH --requeue", "module load x"} <= {*lines}
+    assert lines[-1] == f"exec srun --kill-on-bad-exit=1 /opt/python -m pipelinerl engines {tmp_path} --ids 2,3"
+    assert "#SBATCH --gpus-per-node=2" in second.read_text().splitlines()
+    assert "#SBATCH --partition=a100" not in lines
 
 
 def test_the_orchestrators_record_says_whose_an_engine_is(tmp_path: Path) -> None:

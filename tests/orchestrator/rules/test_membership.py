@@ -1,0 +1,145 @@
+"""Which engines a live run has, on numbers worked by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.rules.membership import Membership, membership_of
+from orchestrator.rules.weight_transport import why_unreached
+from pipelinerl.config.file import parse
+from pipelinerl.errors import ConfigError
+from pipelinerl.messages import EngineReady
+from pipelinerl.runtime.membership import Gone, ScaleFolder, ScaleRequest, StartedBy, State
+from tests.sim.run import config
+
+
+def request(number: int, engines: int, *, started_by: StartedBy = StartedBy.LAUNCHER) -> ScaleRequest:
+    return ScaleRequest(request_id=number, engines=engines, drain_s=1.0, started_by=started_by)
+
+
+def live(count: int, **options: int) -> Membership:
+    """A run whose engines have all announced themselves."""
+    found = Membership(count=count, most=8, **options)
+    for number in range(count):
+        found.joined(number)
+    found.take_news()
+    return found
+
+
+def states(membership: Membership) -> str:
+    """`LLJ.`: the first letter of each state, `.` of none."""
+    known = [membership.state(number) for number in range(6)]
+    letters = {State.JOINING: "J", State.LIVE: "L", State.DRAINING: "D", State.LEFT: "x", State.LOST: "?", None: "."}
+    return "".join(letters[state] for state in known).rstrip(".")
+
+
+def test_the_lowest_free_ids_join_and_the_highest_leave() -> None:
+    engines = live(2)
+    assert engines.scale(request(1, 4)) == []
+    assert states(engines) == "LLJJ"
+    assert (engines.present(), engines.awaited(), engines.num_serving()) == ({0, 1, 2, 3}, {0, 1}, 2)
+    engines.joined(2)
+    assert engines.num_serving() == 3, "a spare counts once it is live"
+    assert engines.scale(request(2, 1)) == [2, 1], "3 has not come, and need not drain"
+    assert states(engines) == "LDDx"
+    engines.left(2, "done")
+    assert engines.scale(request(3, 3)) == []
+    assert states(engines) == "LLJx", "one that drains stays, and the lowest free id comes"
+
+
+def test_a_request_is_answered_once() -> None:
+    engines = live(2)
+    assert engines.scale(request(2, 1)) == [1]
+    assert engines.scale(request(2, 1)) == []
+    assert engines.scale(request(1, 5)) == [], "an older one"
+    assert states(engines) == "LD"
+
+
+@pytest.mark.parametrize("wanted", [0, 9])
+def test_what_cannot_be_had_is_refused_and_changes_nothing(wanted: int) -> None:
+    engines = live(2)
+    assert engines.scale(request(1, wanted)) == []
+    assert engines.record().refused.startswith(f"engines={wanted}: expected 1 to 8")
+    assert (states(engines), engines.record().request_id, engines.num_wanted) == ("LL", 1, 2)
+
+
+def test_a_spare_may_be_lost_while_another_is_live_and_comes_again_unless_one_took_its_place() -> None:
+    engines = live(2)
+    assert not engines.may_be_lost(1), "the run began with it, and somebody starts it again"
+    engines.scale(request(1, 3))
+    engines.joined(2)
+    assert engines.may_be_lost(2)
+    engines.lost(2, "silent")
+    assert (states(engines), engines.may_join(2)) == ("LL?", True)
+    engines.scale(request(2, 3))
+    assert states(engines) == "LL?J", "another one, as the lost one may still be somewhere"
+    assert not engines.may_join(2)
+    alone = live(1, num_here=0)
+    assert not alone.may_be_lost(0), "the last one"
+
+
+def test_a_killed_engine_is_awaited_again_and_one_that_was_leaving_is_not() -> None:
+    engines = live(3)
+    engines.scale(request(1, 2))
+    engines.ended(1)
+    engines.ended(2)
+    assert states(engines) == "LJx"
+    assert engines.awaited() == {0, 1}
+    assert not engines.may_join(2)
+
+
+def test_the_orchestrator_that_follows_goes_on_with_the_same_engines() -> None:
+    engines = live(3)
+    engines.scale(request(5, 5))
+    engines.joined(3)
+    engines.lost(4, "gone")
+    engines.scale(request(6, 3))
+    assert states(engines) == "LLLD?"
+    after = Membership(count=3, most=8)
+    after.restore(engines.record())
+    assert states(after) == "JJJx?"
+    assert after.scale(request(6, 1)) == [], "it was answered before"
+    other = Membership(count=2, most=8)
+    other.restore(engines.record())
+    assert states(other) == "JJ", "the settings name another number since"
+
+
+def test_a_run_that_keeps_its_engines_says_why() -> None:
+    for sections, why in (
+        ({"weights": {"transport": "sharded"}, "trainer": {"ranks": 2, "parallel": {"shard": 2}}}, "pass policies along"),
+        ({"pipeline": {"placement": "colocated"}, "engine": {"count": 1}}, "the trainer's devices"),
+    ):
+        fixed = membership_of(config(**sections), earlier=None)
+        assert fixed.scale(request(1, 2)) == []
+        assert why in fixed.record().refused
+
+
+def test_a_number_that_nothing_could_reach_is_refused_in_the_settings() -> None:
+    tree = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
+    with pytest.raises(ConfigError, match=r"engine\.max_count is 2 but engine\.count is 3"):
+        parse(tree | {"engine": {"count": 3, "max_count": 2}}, origin="test")
+    with pytest.raises(ConfigError, match=r"engine\.max_count is 4, and no engine can join 1: pipeline\.placement"):
+        parse(tree | {"engine": {"max_count": 4}, "pipeline": {"placement": "colocated"}}, origin="test")
+    assert parse(tree | {"engine": {"count": 5}}, origin="test").engine.most == 10
+
+
+def test_an_engine_that_no_policy_could_reach_is_told_so() -> None:
+    ready = EngineReady(engine_id=2, process_id=1, max_model_tokens=1, max_running=1, tensors=(), machine="there")
+    assert "does not reach another machine" in (why_unreached(ready, "shared_memory", trainer="here") or "")
+    assert why_unreached(ready, "shared_memory", trainer="there") is None
+    assert why_unreached(ready, "gloo", trainer="here") is None
+    assert "no CUDA device" in (why_unreached(ready, "nccl", trainer="here") or "")
+
+
+def test_a_damaged_file_of_the_folder_is_named(tmp_path: Path) -> None:
+    folder = ScaleFolder(tmp_path)
+    assert (folder.asked(), folder.members(), folder.take_gone()) == (None, None, {})
+    folder.tell_gone([3], "its machine was taken")
+    assert folder.take_gone() == {3: Gone(reason="its machine was taken").reason}
+    assert folder.take_gone() == {}
+    folder.ask(request(1, 2))
+    (tmp_path / "scale" / "request.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"request\.json is not what this program writes there"):
+        folder.asked()
