@@ -25,6 +25,7 @@ from pipelinerl.config.file import load, load_run, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.launch.slurm.submit import prepare
 from pipelinerl.observe.lines import read_journals
+from pipelinerl.runtime.membership import Member, ScaleFolder, State
 from scripts.chaos import victims
 from tests.observe.tracking.wandb_file import history
 from tests.processes import wait_until
@@ -252,3 +253,24 @@ def test_a_real_run_over_two_machines_outlives_its_orchestrator_is_requeued_and_
     if far.why_not() is None:
         assert listening.startswith(f"tcp://{far.HERE}:"), "where the far machine reaches it, and nowhere else"
         assert f"node 1 ({far.NAME})" in (run_folder / "logs" / "attempt-0" / "engines.log").read_text()
+
+
+def test_engines_join_a_live_run_by_a_job_of_their_own_and_the_run_outlives_its_end(cluster: slurm.Cluster, tmp_path: Path):
+    run_folder = rehearsal(tmp_path)
+    submit(cluster, run_folder)
+    wait_for_steps(run_folder, 3)
+    command = [sys.executable, "-m", "pipelinerl", "scale", str(run_folder), "engines=3", "--submit"]
+    told = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False)
+    (number,) = re.findall(r"job: (\d+)", told.stdout) or [told.stderr]
+    wait_until(lambda: member(run_folder, 2).state is State.LIVE, what=f"nobody joins: {told.stdout}", within_s=120)
+    cluster.run("scancel", number)
+    wait_until(lambda: member(run_folder, 2).state is State.LOST, what="a job that was cancelled is not missed")
+    assert member(run_folder, 2).reason == f"Slurm job {number} was told to end"
+    wait_for_steps(run_folder, len(steps_of(run_folder)) + 3)
+    verdict = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
+    assert "every promise was kept" in verdict.stdout, verdict.stdout
+
+
+def member(run_folder: Path, engine_id: int) -> Member:
+    found = ScaleFolder(run_folder).members()
+    return next(one for one in found.members if one.engine_id == engine_id) if found is not None else pytest.fail("no engines are told of")
