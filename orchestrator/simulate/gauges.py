@@ -39,6 +39,7 @@ def gauges(
         "reasons": dict(books.reasons),
         "generated_tokens": num_generated,
         "engines": [engine.gauges() for engine in generation.engines if engine.is_alive],
+        "members": [],
         "scorers": [{"scorer_id": 0, "num_running": slots.num_running, "num_scored": slots.num_done, "busy_s": slots.busy_s}],
         "prm": None,
         "environment": None,
