@@ -53,6 +53,8 @@ def check(run_folder: Path, *, engines: int, drain_s: float, started_by: Started
     if not (run_folder / "config.json").is_file():
         raise ConfigError(f"{run_folder} is no run's folder: it has no config.json")
     config = load_run(run_folder)
+    if config.policies or (run_folder.parent.parent / "config.json").is_file():
+        raise ConfigError(f"{run_folder} is a run of several policies, which keep the engines that they began with")
     if (why := why_fixed(config.pipeline, config.weights, config.tinker)) is not None:
         raise ConfigError(f"{run_folder} keeps its {config.engine.count} engines: {why}")
     if not 1 <= engines <= config.engine.most:

@@ -19,9 +19,9 @@ def request(number: int, engines: int, *, started_by: StartedBy = StartedBy.LAUN
     return ScaleRequest(request_id=number, engines=engines, drain_s=1.0, started_by=started_by)
 
 
-def live(count: int, **options: int) -> Membership:
+def live(count: int, *, num_here: int | None = None) -> Membership:
     """A run whose engines have all announced themselves."""
-    found = Membership(count=count, most=8, **options)
+    found = Membership(count=count, most=8, num_here=num_here)
     for number in range(count):
         found.joined(number)
     found.take_news()
