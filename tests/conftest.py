@@ -17,6 +17,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from pipelinerl.runtime.imports import of_large_packages
+from tests.warm_runs import Started, warm_runs
 
 os.environ["OMP_NUM_THREADS"] = "1"  # more threads than cores spin against each other: vLLM on two cores is then up to ten times slower
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made by the tests; a name that is not a folder fails at once
@@ -45,6 +46,13 @@ def memory_path() -> Iterator[Path]:
     """A folder in memory, where the machine has one: for what is synced again and again to a disk whose speed nobody asks for."""
     with tempfile.TemporaryDirectory(prefix="pytest-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def started_warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """Whole runs whose point is not how their processes begin."""
+    with warm_runs(tmp_path_factory.mktemp("warm")) as started:
+        yield started
 
 
 TOGETHER = {

@@ -21,7 +21,7 @@ def test_a_bench_finds_everything_it_imports(name: str) -> None:
 @pytest.mark.slow
 def test_a_bench_tells_its_options() -> None:
     told = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/bench/delta.py"), "--help"], capture_output=True, text=True, check=True
+        [sys.executable, str(ROOT / "scripts/bench/transport.py"), "--help"], capture_output=True, text=True, check=True
     ).stdout
     assert "--quick" in told
     assert "--check" in told

@@ -25,6 +25,7 @@ from pipelinerl.runtime.findings import Level
 from pipelinerl.runtime.plugin import load_plugin
 from tests.shaped_models import QWEN2_7B, QWEN3, THINKING, make_shaped
 from tests.tokenizers import CHATML
+from tests.warm_runs import Started
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -81,15 +82,9 @@ def judge() -> Iterator[str]:
     server.stdout.close()
 
 
-def started(command: str, example: Path, *overrides: str) -> None:
-    arguments = [sys.executable, "-m", "pipelinerl", command, example, *overrides]
-    ended = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
 @pytest.mark.parametrize("example", [pytest.param(path, id=path.stem, marks=runs) for path in RUN])
 def test_an_example_trains_every_rollout_of_two_steps(
-    example: Path, model: Path, judge: str, tmp_path: Path, request: pytest.FixtureRequest
+    example: Path, model: Path, judge: str, started_warm: Started, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     settings = tomllib.loads(example.read_text())
     folder = request.getfixturevalue(PRETRAINED[example.stem]) if example.stem in PRETRAINED else model
@@ -100,11 +95,13 @@ def test_an_example_trains_every_rollout_of_two_steps(
         overrides.append(f"reference.path={folder}")
     if "sft" in settings:
         sft = (f"sft.output={tmp_path / 'sft'}", "sft.steps=2", "sft.batch_size=8", "sft.warmup_steps=1")
-        started("sft", example, *overrides, *sft)
+        code, printed = started_warm("sft", example, *overrides, *sft)
+        assert code == 0, printed
         overrides.append(f"model.path={tmp_path / 'sft'}")
     if "prm" in settings:
         overrides.append(f"prm.judge.url={judge}")
-    started("run", example, *overrides)
+    code, printed = started_warm("run", example, *overrides)
+    assert code == 0, printed
     (run_folder,) = tmp_path.glob(f"{settings['run']['name']}-2*")
     lines = read_journals(run_folder)
     end = next(line for line in lines if line["kind"] == "end")

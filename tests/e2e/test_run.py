@@ -22,6 +22,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.observe.history import story_of
 from pipelinerl.observe.lines import read_journals
 from scripts.chaos import victims
+from tests.warm_runs import Started
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,10 +42,12 @@ DIGITS = range(2, 12)
 """Tokens of the demo's model: after padding and the end of sequence."""
 
 
+SMALL = ("trainer.steps=4", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=8")
+SMALL += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]',)
+
+
 def command(settings: Path, *overrides: str) -> list[str]:
-    small = ("trainer.steps=4", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=8")
-    small += (f'reward=[{{function = "{Path(__file__).with_name("rewards.py")}:even_length"}}]',)
-    return [sys.executable, "-m", "pipelinerl", "run", str(settings), *small, *overrides]
+    return [sys.executable, "-m", "pipelinerl", "run", str(settings), *SMALL, *overrides]
 
 
 def newest_run(settings: Path, name: str) -> Path:
@@ -60,17 +63,26 @@ OWN_RULES = Path(__file__).with_name("rules.py")
 OWN = f'algorithm.overrides={{objective="{OWN_RULES}:loss", masks="{OWN_RULES}:mask", advantage="{OWN_RULES}:advantage"}}'
 
 
-def ended(settings: Path, mode: str, *overrides: str) -> Path:
-    """The folder of a run that went to its end; nobody of it is left."""
-    subprocess.run(command(settings, f"pipeline.mode={mode}", f"run.name={mode}", *overrides), check=True, capture_output=True, text=True)
-    run_folder = newest_run(settings, mode)
-    assert not processes_of(run_folder)
-    return run_folder
+Ended = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def run_of(settings: Path) -> Callable[[str], Path]:
-    """A run of each mode, made once. One has a loss, a mask and an advantage of a user's own.
+def ended(settings: Path, started_warm: Started) -> Ended:
+    """Runs in a mode, to the end, and gives the run's folder; nobody of it is left."""
+
+    def run(mode: str, *overrides: str) -> Path:
+        code, printed = started_warm("run", settings, *SMALL, f"pipeline.mode={mode}", f"run.name={mode}", *overrides)
+        assert code == 0, printed
+        run_folder = newest_run(settings, mode)
+        assert not processes_of(run_folder)
+        return run_folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_of(settings: Path, ended: Ended) -> Callable[[str], Path]:
+    """A run of each mode, made once, the streaming one as a user starts it. One has a loss, a mask and an advantage of a user's own.
 
     The synchronous one starts from the model that the streaming one left behind, trains adapters, and publishes nothing else.
     """
@@ -78,11 +90,14 @@ def run_of(settings: Path) -> Callable[[str], Path]:
     @functools.cache
     def found(mode: str) -> Path:
         if mode == "streaming":
-            return ended(settings, mode)
+            subprocess.run(command(settings, "run.name=streaming"), check=True, capture_output=True, text=True)
+            run_folder = newest_run(settings, mode)
+            assert not processes_of(run_folder)
+            return run_folder
         if mode == "one_step_off":
-            return ended(settings, mode, OWN)
+            return ended(mode, OWN)
         lora = ("lora.rank=4", "weights.adapters=separate", "trainer.learning_rate=0.01")
-        return ended(settings, mode, f"model.path={found('streaming') / 'model'}", *lora)
+        return ended(mode, f"model.path={found('streaming') / 'model'}", *lora)
 
     return found
 
@@ -123,10 +138,10 @@ def test_the_trained_model_differs_and_is_served_again_and_adapters_travel_alone
     assert published < whole / 4
 
 
-def test_two_runs_of_one_seed_begin_with_the_same_step(settings: Path, run_of: Callable[[str], Path]):
+def test_two_runs_of_one_seed_begin_with_the_same_step(run_of: Callable[[str], Path], ended: Ended):
     """Where generation and training take turns. Log-probabilities hang in their last digits on which sequences shared a forward pass."""
     overrides = (f"model.path={run_of('streaming') / 'model'}", "lora.rank=4", "weights.adapters=separate", "trainer.steps=1")
-    recordings = [read_recording(folder / "ledger.sqlite") for folder in (run_of("sync"), ended(settings, "sync", *overrides))]
+    recordings = [read_recording(folder / "ledger.sqlite") for folder in (run_of("sync"), ended("sync", *overrides))]
     first, second = (
         {member.trajectory.rollout_id: (member, group) for group in recording.groups if group.step == 0 for member in group.members}
         for recording in recordings
@@ -232,16 +247,14 @@ def test_whoever_is_killed_the_run_goes_on_and_so_it_does_after_it_was_stopped(s
     assert not processes_of(run_folder)
 
 
-def test_weights_of_another_model_are_noticed_at_the_first_step(settings: Path):
+def test_weights_of_another_model_are_noticed_at_the_first_step(settings: Path, started_warm: Started):
     """The engine's log-probabilities disagree with the trainer's: the run ends and says what that means."""
     wrong = settings.parent / "wrong_temperature.toml"
     wrong.write_text(settings.read_text().replace("[engine.options]", '[engine.options]\nlogprobs_mode = "raw_logprobs"', 1))
-    run = subprocess.run(
-        command(wrong, "run.name=mismatch", "rollout.temperature=1.5"), capture_output=True, text=True, check=False, timeout=200
-    )
-    assert run.returncode == 1
-    assert "MismatchError" in run.stderr
-    assert "processed_logprobs" in run.stderr
+    code, printed = started_warm("run", wrong, *SMALL, "run.name=mismatch", "rollout.temperature=1.5")
+    assert code == 1
+    assert "MismatchError" in printed
+    assert "processed_logprobs" in printed
     run_folder = newest_run(settings, "mismatch")
     assert json.loads((run_folder / "failures" / "trainer-0.json").read_text())["error"]
     assert not processes_of(run_folder)

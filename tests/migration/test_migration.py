@@ -31,6 +31,7 @@ from pipelinerl.errors import CheckpointDamaged, ConfigError, LedgerError
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.observe.report import write_report
 from pipelinerl.storage.checkpoint_folder import check_files, complete, read_manifest
+from tests.warm_runs import Started
 
 SCHEMAS = (2, 3)
 
@@ -242,16 +243,15 @@ def test_a_migrated_runs_weights_moments_and_journal_are_read(runs: Path, schema
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-def test_a_migrated_run_resumes_with_the_present_program(tmp_path: Path):
+def test_a_migrated_run_resumes_with_the_present_program(tmp_path: Path, started_warm: Started):
     """The real engine, trainer and scorer go on where Ctrl-C left the oldest program; journals of both are read as one."""
     runs, num_done = unpack(2, tmp_path), NUM_STEPS[2, "stopped"]
     folder = runs / "stopped"
     migrate(folder, say=lambda line: None)
     settings = runs / "settings.toml"
     settings.write_text(toml(load_run(folder).model_dump(mode="json", exclude_none=True)))
-    command = [sys.executable, "-m", "pipelinerl", "run", str(settings), "--resume", str(folder), f"trainer.steps={num_done + 2}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, printed = started_warm("run", settings, "--resume", folder, f"trainer.steps={num_done + 2}")
+    assert code == 0, printed
     checker = checked(folder)
     assert checker.problems == []
     assert (checker.num_done, checker.num_starts, checker.num_retrained) == (num_done + 2, 2, 0)

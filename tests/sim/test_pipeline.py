@@ -6,7 +6,6 @@ import asyncio
 import collections
 import dataclasses
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -241,8 +240,9 @@ def test_dynamic_sampling_never_starves_and_never_splits_a_group(tmp_path: Path,
         return credit(tuple(rescored(member, reward(group_id, sibling)) for member, group_id, sibling in identities))
 
     faulty = World(bad_score_fraction=0.002 if reward is signal_only_in_the_sibling_that_fails else 0.0)
+    num_steps = 6 if reward is no_signal_for_a_long_while else 3  # the others' steps are all alike
     simulated = run(
-        config(pipeline={"mode": mode}, trainer={"steps": 7}),
+        config(pipeline={"mode": mode}, trainer={"steps": num_steps}),
         folder=tmp_path,
         group_advantages=adversarial,
         step_rules=credit.step_rules(),
@@ -716,19 +716,16 @@ def test_engines_that_refuse_half_of_all_policies_are_refilled_and_break_no_prom
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_thirty_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
+def test_ten_thousand_rollouts_are_trained_and_checked(tmp_path: Path):
     settings = config(
         rollout={"group_size": 8, "max_tokens": 24},
         engine={"kind": "fake", "count": 4, "max_running": 128},
         batch={"groups_per_step": 64, "max_tokens": 2048},
-        trainer={"steps": 60},
+        trainer={"steps": 20},
     )
-    started = time.monotonic()
     simulated = run(settings, folder=tmp_path, world=World(mean_tokens=8, bad_score_fraction=0.02))
-    seconds = time.monotonic() - started
-    print(f"{len(simulated.rows)} rollouts in {seconds:.1f} s, {simulated.seconds:.0f} simulated")
     assert simulated.problems() == []
-    assert len(simulated.rows) >= 30_000
+    assert len(simulated.rows) >= 10_000
 
 
 def test_the_source_hears_how_every_group_went(tmp_path: Path):
