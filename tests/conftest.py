@@ -4,7 +4,6 @@ The environment is set here because torch and the Hugging Face libraries read it
 inherit it.
 """
 
-import gc
 import importlib.util
 import os
 import sys
@@ -27,7 +26,6 @@ os.environ["WANDB_MODE"] = "offline"
 # Images of containers often have Python keep no bytecode: each worker would then compile 350 files of tests, and each process ours.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-gc.set_threshold(20_000)  # a tenth of what tests of the whole orchestrator take is looking for garbage, after every 700 new objects
 
 # A deadline per example measures how busy the machine is, not the code; pytest's own timeout ends what hangs. Every run tries the same
 # examples, so that what fails was broken by the change at hand; HYPOTHESIS=explore looks for what nobody has tried yet.
