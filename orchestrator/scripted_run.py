@@ -16,7 +16,7 @@ from orchestrator.ledger.rollouts import Counts
 from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
 from orchestrator.run import Run
 from orchestrator.stages.script_waits import ScriptWaits
-from orchestrator.stages.streams import Stream
+from orchestrator.stages.streams import Coming, Stream
 from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, PeerRefused, ScriptError
@@ -159,8 +159,8 @@ class ScriptedRun:
     def advantages(self, scored: Iterable[ScoredTrajectory]) -> list[Sample]:
         """Return the rows that the method of the config makes of these, siblings together.
 
-        A group that the method filters out, or too few of whose siblings have a reward, gives no row, and ends with the next step as
-        filtered or failed. A rule over a whole step (`batch`) takes all that is given here as the step.
+        A group that the method filters out, too few of whose siblings have a reward, or that is too old for the step that comes next, gives
+        no row, and ends with the next step as filtered, failed or stale. A rule over a whole step (`batch`) takes all that is given here as the step.
         """
         self._script.waits.check()
         groups = self._script.book.siblings(scored)
@@ -188,8 +188,11 @@ class ScriptedRun:
 
     # --- the policy ---
 
-    async def train(self, rows: Sequence[Sample], *, loss: str | None = None) -> StepDone:
-        """Train rows as one step, and return what the trainer says of it; `metrics` has its figures.
+    def train(self, rows: Sequence[Sample], *, loss: str | None = None) -> Coming[StepDone]:
+        """Train rows as one step; what is awaited is what the trainer says of it, and `metrics` has its figures.
+
+        The step is decided upon now. Its rows are there for the trainer once it has finished the steps before, whether or not anybody awaits
+        this one: so a script that has the rows of the next step need not wait for the last.
 
         The rows of a group go into one step, after all its siblings were read; those left out end as filtered. A group with a token more
         than `pipeline.max_staleness` versions older than this step does not train, and ends as stale. `loss` names the method whose loss
@@ -197,21 +200,21 @@ class ScriptedRun:
         `NobodySends` after the last step, and `ScriptError` where no row can train, or for a loss that this run has no models for.
         """
         if loss in (None, self.config.algorithm.name):
-            return await self._steps.train(rows, loss="")
+            return self._steps.train(rows, loss="")
         try:
             method_of_loss(self.config, str(loss))
         except ConfigError as error:
             raise ScriptError(f"train: {error}") from None
-        return await self._steps.train(rows, loss=str(loss))
+        return self._steps.train(rows, loss=str(loss))
 
-    async def sft(self, rows: Iterable[Row]) -> StepDone:
-        """Train demonstrations as one step, and return what the trainer says of it: `metrics["loss"]` is in nats per trained token.
+    def sft(self, rows: Iterable[Row]) -> Coming[StepDone]:
+        """Train demonstrations as one step, as `train` does rollouts: `metrics["loss"]` is in nats per trained token.
 
         A row has a prompt, in the column of `data.prompt_column`, and what should follow it, in that of `sft.completion_column`. It is a
         step like any other: it makes a version, `trainer.learning_rate` is its learning rate, and rollouts grow older by it. Raises
         `DataError` for a row that lacks a text or is too long, and `NobodySends` after the last step.
         """
-        return await self._steps.sft([self._demonstration(row, where=f"sft: row {number}") for number, row in enumerate(rows)])
+        return self._steps.sft([self._demonstration(row, where=f"sft: row {number}") for number, row in enumerate(rows)])
 
     async def logprobs(
         self, rollouts: Sequence[Trajectory], *, model: LogprobModel | Literal["policy", "reference"] = LogprobModel.REFERENCE
@@ -234,19 +237,17 @@ class ScriptedRun:
         )
 
     async def publish(self) -> int:
-        """Bring the newest policy to the engines, and return its version.
+        """Bring the newest policy to the engines, and return its version: that of the last step that was awaited, or where that is
+        published of the last that was asked for.
 
         Waits until the trainer has written it, not until engines hold it: each fetches it while it decodes, and swaps between two forward
         passes. Raises `NothingTrained` where no step was trained since the last time.
         """
         self._script.waits.check()
-        self._script.book.check_publish()
-        version = self.step
-        if self._replay.is_recorded(self._replay.begin("publish")):
-            self._script.book.published = version
-        else:
-            await self._steps.publish(version)
-        return version
+        self._script.book.published = version = self._script.book.publishes()
+        return await self._replay.wait(
+            self._replay.begin("publish"), lambda: self._steps.publish(version), encode=msgspec.msgpack.encode, decode=msgspec.msgpack.decode
+        )
 
     async def evaluate(self) -> float | None:
         """Return the mean reward of the held-out prompts (section `evaluation`) under the policy that was published last.
@@ -339,4 +340,4 @@ class ScriptedRun:
             return TerminalStatus.FAILED, f"fewer than {fewest} siblings scored"
         if self._run.parts.adds_greedy and greedy_of(usable) is None:
             return TerminalStatus.FAILED, "its greedy sibling has no reward"
-        return None
+        return self._script.book.too_old if self._script.book.is_too_old(sampled_of(usable)) else None

@@ -1,40 +1,43 @@
 """The built-in streaming loop as a script: groups are sampled ahead up to the staleness bound, and trained in the order of their coming.
 
-    .venv/bin/python examples/scripts/streaming.py
     .venv/bin/python examples/scripts/streaming.py my.toml pipeline.max_staleness=2
-
-A batch leaves for the trainer once it is whole; the pipeline of `pipelinerl run` sends each row as it fills. Step rules (`batch` of a
-method) would take one group for the step here.
 """
 
 import asyncio
 import sys
 
-from orchestrator.scripted_run import ScriptedRun
+from orchestrator.scripted_run import Coming, ScriptedRun
 from pipelinerl import Controller
-from pipelinerl.messages import Sample
+from pipelinerl.messages import ScoredTrajectory, StepDone
 
 
 async def train(run: ScriptedRun) -> None:
     num_groups, max_staleness = run.config.batch.groups_per_step, run.config.pipeline.max_staleness
-    ready: asyncio.Queue[list[Sample]] = asyncio.Queue()
-    num_asked = 0
+    ready: asyncio.Queue[list[ScoredTrajectory]] = asyncio.Queue()
 
     async def answer(step: int) -> None:
-        ready.put_nowait(run.advantages(await run.score(run.sample(run.prompts(1), step=step))))
+        ready.put_nowait(await run.score(run.sample(run.prompts(1), step=step)))
+
+    def ask(step: int) -> None:
+        for _ in range(num_groups if step < run.num_steps else 0):
+            tasks.create_task(answer(step))
+
+    async def publish(step: Coming[StepDone]) -> None:
+        done = await step
+        await run.publish()
+        ask(done.step + 1 + max_staleness)
 
     async with asyncio.TaskGroup() as tasks:
+        for step in range(run.step, run.step + 1 + max_staleness):
+            ask(step)
         while run.step < run.num_steps:
-            limit = min(max_staleness + run.version + 1, run.num_steps) * num_groups  # as in orchestrator.rules.admission
-            for number in range(num_asked, limit):
-                tasks.create_task(answer(number // num_groups))
-            rows, num_asked = list[Sample](), limit
-            for _ in range(num_groups):
-                while not (group := await ready.get()):  # the method has dropped it: another takes its place
+            groups = list[list[ScoredTrajectory]]()
+            while len(groups) < num_groups:
+                if run.advantages(group := await ready.get()):
+                    groups.append(group)
+                else:  # the method has dropped it, or it is too old: another takes its place
                     tasks.create_task(answer(run.step))
-                rows += group
-            await run.train(rows)
-            await run.publish()
+            tasks.create_task(publish(run.train(run.advantages(sum(groups, [])))))
 
 
 async def main() -> None:

@@ -74,11 +74,15 @@ class ScriptBook:
         """The step that comes next."""
         self.published = first_step
         """The newest version that the script has published."""
+        self.trained = first_step
+        """Steps that the script has seen trained."""
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._withhold = withhold
         self._open: dict[int, _OpenGroup] = {}
         self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._expired: set[int] = set()
+        """Those of them that were too old, of which a script learns by getting no rows of them."""
         self.whose: Callable[[Trajectory], str] = lambda trajectory: ""
         """Says whose a rollout is that is none of this script's own, where anybody knows."""
 
@@ -137,12 +141,26 @@ class ScriptBook:
             group.scores[name] = scored
 
     def siblings(self, scored: Iterable[ScoredTrajectory]) -> list[Siblings]:
-        """Return scored rollouts by group, in the order in which the groups first appear. Raises `TrainedTwice` for one that is over."""
+        """Return scored rollouts by group, in the order in which the groups first appear, without groups that have ended as too old.
+
+        Raises `TrainedTwice` for one that is over otherwise.
+        """
         found: dict[int, dict[int, ScoredTrajectory]] = {}
         for member in scored:
+            if member.trajectory.group_id in self._expired:
+                continue
             self._group_of(member.trajectory, call="advantages")
             found.setdefault(member.trajectory.group_id, {})[member.trajectory.sibling] = member
         return [tuple(members[number] for number in sorted(members)) for members in found.values()]
+
+    @property
+    def too_old(self) -> tuple[TerminalStatus, str]:
+        """How a group ends that is too old."""
+        return TerminalStatus.STALE, TOO_OLD.format(self._max_staleness)
+
+    def is_too_old(self, members: Siblings) -> bool:
+        """Return whether siblings cannot train together in the step that comes next."""
+        return is_stale(members, step=self.step, max_staleness=self._max_staleness, withhold=self._withhold)
 
     def refuse(self, group_id: int, status: TerminalStatus, reason: str) -> None:
         """Note that a group gets no advantages, and how it ends unless the script trains it nevertheless."""
@@ -161,11 +179,10 @@ class ScriptBook:
         trained, stale = [], []
         for group_id, samples in offered.items():
             members = tuple(self._member(group_id, sample.trajectory, reward=sample.reward) for sample in samples)
-            is_old = is_stale(members, step=self.step, max_staleness=self._max_staleness, withhold=self._withhold)
-            (stale if is_old else trained).append(group_id)
+            (stale if self.is_too_old(members) else trained).append(group_id)
         if not trained:
             raise ScriptError(
-                f"train: the rows are of {len(offered)} groups, each with a token more than pipeline.max_staleness = {self._max_staleness}"
+                f"train: the rows are of {len({row.trajectory.group_id for row in rows})} groups, each with a token more than pipeline.max_staleness = {self._max_staleness}"
                 f" versions older than step {self.step}. Sample anew, or train sooner what was sampled"
             )
         given = [
@@ -176,8 +193,8 @@ class ScriptBook:
         ]
         for member in given:
             self.scored(member)
-        decisions = [*self.drops(), *(self._drop(group_id, *self._too_old) for group_id in stale)]
-        decisions += [self._drop(group_id, *self._too_old) for group_id in self._forgotten(besides=offered)]
+        decisions = [*self.drops(), *(self._drop(group_id, *self.too_old) for group_id in stale)]
+        decisions += [self._drop(group_id, *self.too_old) for group_id in self._forgotten(besides=offered)]
         decisions += [self._assign(group_id, offered[group_id]) for group_id in trained]
         self.step += 1
         return decisions, given
@@ -190,7 +207,7 @@ class ScriptBook:
         self._check_step_is_left(call="sft")
         if not num_rows:
             raise ScriptError("sft: no rows")
-        decisions = [*self.drops(), *(self._drop(group_id, *self._too_old) for group_id in self._forgotten(besides=()))]
+        decisions = [*self.drops(), *(self._drop(group_id, *self.too_old) for group_id in self._forgotten(besides=()))]
         self.step += 1
         return decisions
 
@@ -199,11 +216,15 @@ class ScriptBook:
         refused = [(group_id, group.refused) for group_id, group in self._open.items() if group.refused is not None and group.is_settled]
         return [self._drop(group_id, *how) for group_id, how in refused]
 
-    def check_publish(self) -> None:
-        """Raise `NothingTrained` where the newest policy is published."""
+    def publishes(self) -> int:
+        """Return the version to publish: that of the last step that the script has seen trained, or else of the last on its way.
+
+        Raises `NothingTrained` where it is published.
+        """
         if self.step == self.published:
             after = "no step was trained yet" if not self.step else f"policy {self.step} is published, and no step was trained since"
             raise NothingTrained(f"publish: {after}. Train first")
+        return self.trained if self.trained > self.published else self.step
 
     def check_save(self) -> None:
         """Raise `NothingTrained` before the first step."""
@@ -211,10 +232,6 @@ class ScriptBook:
             raise NothingTrained("save: no step was trained yet: the model is as it lies in model.path. Train first")
 
     # --- inside ---
-
-    @property
-    def _too_old(self) -> tuple[TerminalStatus, str]:
-        return TerminalStatus.STALE, TOO_OLD.format(self._max_staleness)
 
     def _check_step_is_left(self, *, call: str) -> None:
         if self.step >= self._num_steps:
@@ -231,6 +248,8 @@ class ScriptBook:
         names: set[str] = set()
         for sample in rows:
             trajectory = sample.trajectory
+            if trajectory.group_id in self._expired:
+                continue
             group = self._group_of(trajectory, call="train")
             if trajectory.rollout_id in names:
                 raise TrainedTwice(f"train: rollout {trajectory.rollout_id} is twice among the rows")
@@ -272,13 +291,12 @@ class ScriptBook:
 
     def _forgotten(self, *, besides: Collection[int]) -> list[int]:
         """Return the groups of which no sibling could be trained any more."""
-        bound = {"step": self.step, "max_staleness": self._max_staleness, "withhold": self._withhold}
         return [
             group_id
             for group_id, group in self._open.items()
             if group_id not in besides
             and group.is_settled
-            and all(is_stale((self._member(group_id, one),), **bound) for one in group.members.values())
+            and all(self.is_too_old((self._member(group_id, one),)) for one in group.members.values())
         ]
 
     def _assign(self, group_id: int, samples: Sequence[Sample]) -> Decision:
@@ -286,6 +304,8 @@ class ScriptBook:
 
     def _drop(self, group_id: int, status: TerminalStatus, reason: str) -> Decision:
         members = self._end(group_id, f"was dropped as {status} ({reason})")
+        if status is TerminalStatus.STALE:
+            self._expired.add(group_id)
         ended = tuple(_left_out(member, status, reason) for member in members)
         is_filtered = status is TerminalStatus.FILTERED
         return Decision(group=Group(group_id=group_id, members=members), ended=ended, is_filtered=is_filtered)
@@ -294,7 +314,7 @@ class ScriptBook:
         members = tuple(self._member(group_id, one) for one in self._open[group_id].members.values())
         self._ended[group_id] = words
         while len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+            self._expired.discard(self._ended.popitem(last=False)[0])
         del self._open[group_id]
         return tuple(sorted(members, key=lambda member: member.trajectory.sibling))
 

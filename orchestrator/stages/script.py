@@ -6,6 +6,7 @@ script -> generation -> script -> scoring -> script -> batching -> training
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
 from pipelinerl.errors import NobodySends, RolloutsUnread
 from pipelinerl.messages import Prompt, Score, ScoredTrajectory, Trajectory
-from pipelinerl.runtime.stage import Channel
+from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.transport.codec import Decoder, encode
 
 _T = TypeVar("_T")
@@ -62,14 +63,17 @@ class Script:
     adds_greedy: bool
     position: Callable[[], tuple[int, int]]
     """The callback returns the position of the prompt source."""
-    _asked: list[tuple[int, Drawn]] = dataclasses.field(default_factory=list)
+    _asked: collections.deque[tuple[int, Drawn]] = dataclasses.field(default_factory=collections.deque)
     """Prompts that wait for room towards generation, in order, each with the step that it is for."""
+    _has_asked: Signal = dataclasses.field(default_factory=Signal)
+    _has_room: Signal = dataclasses.field(default_factory=Signal)
     _sampling: dict[int, Intake[Trajectory]] = dataclasses.field(default_factory=dict)
     """By group."""
     _scoring: dict[str, Intake[ScoredTrajectory]] = dataclasses.field(default_factory=dict)
     """By rollout."""
     _intakes: list[Intake[Any]] = dataclasses.field(default_factory=list)
-    """Those of the streams that are not over."""
+    """Those of the streams that are not over, and some that are."""
+    _abandoned: list[Intake[Any]] = dataclasses.field(default_factory=list)
     _arrived: dict[int, int] = dataclasses.field(default_factory=dict)
     """Rollouts of groups that are being sampled that are there."""
     _rollouts: Room = dataclasses.field(init=False)
@@ -77,6 +81,7 @@ class Script:
     _scored_before: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
     """Recorded scores of rollouts whose turn has not come."""
     _num_calls: int = 0
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def __post_init__(self) -> None:
         self._rollouts = Room(what="rollouts that were sampled", bound_bytes=self.queue_bytes)
@@ -84,8 +89,9 @@ class Script:
         self.waits.check_streams = self._check_streams
 
     async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as self.waits.tasks:
-            self.waits.tasks.create_task(self.steps.go_on(self.steps.forsake()))
+            self.waits.tasks.create_task(self.steps.go_on())
             await self.replay.live.wait()
             for one in self.known.values():
                 if one.trajectory.rollout_id not in self.replay.sampled and one.trajectory.group_id in self._sampling:
@@ -114,7 +120,7 @@ class Script:
             self._count(event.number)
         waiting = list(prompts)[len(groups) :]
         self._asked += [(step, Drawn(prompt=prompt, position=position, num_siblings=num_siblings, then=then)) for prompt in waiting]
-        self.waits.changed.set()
+        self._has_asked.set()
         return Stream(intake, take=self._take, abandon=self._abandon)
 
     def score(self, rollouts: Iterable[Trajectory] | AsyncIterable[Trajectory]) -> Stream[ScoredTrajectory]:
@@ -142,7 +148,8 @@ class Script:
         self.waits.check()
 
     def _check_streams(self) -> None:
-        if abandoned := [intake for intake in self._intakes if intake.is_abandoned]:
+        if self._abandoned:
+            abandoned, self._abandoned = self._abandoned, []
             self._intakes = [intake for intake in self._intakes if not intake.is_abandoned]
             raise RolloutsUnread(f"{_words(abandoned)}: the stream was let go of before its end. Read it to the end, or ask for less")
 
@@ -157,7 +164,9 @@ class Script:
     def _begin(self, what: str, call: int, *, room: Room, num_bytes: Callable[[Any], int]) -> Intake[Any]:
         self._num_calls += 1
         intake: Intake[Any] = Intake(what=f"call {self._num_calls}, {what}", call=call, room=room, num_bytes=num_bytes)
-        self._intakes = [*(one for one in self._intakes if not one.is_over), intake]
+        if not self._num_calls % 64:
+            self._intakes = [one for one in self._intakes if not one.is_over]
+        self._intakes.append(intake)
         return intake
 
     async def _take(self, intake: Intake[_T]) -> _T | None:
@@ -166,16 +175,9 @@ class Script:
         if (event := await self.replay.take(intake.call)) is not None:
             intake.num_left -= 1
             return self._again(event)
-        with self.waits.waiting(intake.what):
-            while not intake.ready:
-                if intake.failure is not None:
-                    raise intake.failure
-                if intake.is_over:
-                    return None
-                self.check()
-                if self.replay.live.is_set():
-                    self._check_somebody_sends(intake)
-                await self.waits.changed.wait()
+        await self.replay.over(intake.call)
+        if not intake.ready and not await self._wait_for_result(intake):
+            return None
         result = intake.take()
         if isinstance(result, Trajectory):
             self.book.read(result)
@@ -185,8 +187,22 @@ class Script:
         elif isinstance(result, ScoredTrajectory):
             body = functools.partial(encode, result.score)
             self.replay.note(intake.call, Kind.RESULT, words=result.trajectory.rollout_id, body=body)
-        self.waits.changed.set()  # there is room
+        self._has_room.set()
         return result
+
+    async def _wait_for_result(self, intake: Intake[Any]) -> bool:
+        """Wait until a stream has a result; return whether one comes."""
+        with self.waits.waiting(intake.what):
+            while not intake.ready:
+                if intake.failure is not None:
+                    raise intake.failure
+                if intake.is_over:
+                    return False
+                self.check()
+                self._check_somebody_sends(intake)
+                with self.waits.changed.reaching(intake.changed):
+                    await intake.changed.wait()
+        return True
 
     def _again(self, event: Event) -> Any:
         """Return a recorded result."""
@@ -206,9 +222,9 @@ class Script:
                 f" {max(intake.step, self.book.step)} comes next and policy {self.book.published} is the last that was published."
                 " Publish first"
             )
-        full = next((room for room in (self._rollouts, self._scores) if room.is_full), None)
-        unread = [one for one in self._intakes if one.ready and one.room is full and one.reader is intake.reader]
-        if unread and full is not None:
+        if (full := next((room for room in (self._rollouts, self._scores) if room.is_full), None)) is None:
+            return
+        if unread := [one for one in self._intakes if one.ready and one.room is full and one.reader is intake.reader]:
             raise RolloutsUnread(
                 f"{intake.what}: {full.what} and not read fill their room ({full.bound_bytes} bytes, pipeline.queue_bytes), and the task"
                 f" that waits here is the one that reads them: {_words(unread)}. Read those first, or in a task of their own"
@@ -216,16 +232,19 @@ class Script:
 
     def _abandon(self, intake: Intake[Any]) -> None:
         intake.abandon()
+        self._abandoned.append(intake)
+        if self._loop is not None and not self._loop.is_closed():  # a stream may be let go of in any thread
+            self._loop.call_soon_threadsafe(self.waits.changed.set)
 
     # --- rollouts ---
 
     async def _ask(self) -> None:
         while True:
             while self._asked:
-                step, drawn = self._asked.pop(0)
+                step, drawn = self._asked.popleft()
                 self.steps.admission.asked_steps.append(step)
                 await self.prompts.put(drawn)
-            await self.waits.changed.wait()
+            await self._has_asked.wait()
 
     def _hear_admitted(self, intake: Intake[Trajectory], num_siblings: int, group_id: int | None) -> None:
         """Hear which group a prompt became; None: it is quarantined, and nothing comes of it."""
@@ -241,7 +260,7 @@ class Script:
         else:
             self._sampling[group_id] = intake
             self.book.admitted(group_id, num_siblings=num_siblings)
-        self.waits.changed.set()
+        intake.changed.set()
 
     async def _hear_rollouts(self) -> None:
         async for trajectory in self.generated:
@@ -251,7 +270,6 @@ class Script:
     def _arrive(self, trajectory: Trajectory) -> None:
         self._sampling[trajectory.group_id].put(trajectory)
         self._count(trajectory.group_id)
-        self.waits.changed.set()
 
     def _count(self, group_id: int) -> None:
         """Count a rollout that is there; the last of its group is the last to expect."""
@@ -286,7 +304,7 @@ class Script:
         except Exception as error:  # the script's own iterator, or a misuse: the call that reads the scores raises it
             intake.failure = error
         intake.is_whole = True
-        self.waits.changed.set()
+        intake.changed.set()
 
     async def _hear_scores(self) -> None:
         async for scored in self.scored:
@@ -296,13 +314,13 @@ class Script:
     def _take_score(self, scored: ScoredTrajectory) -> None:
         self.book.scored(scored)
         self._scoring.pop(scored.trajectory.rollout_id).put(scored)
-        self.waits.changed.set()
 
     async def _wait_for_room(self, room: Room) -> None:
         if room.is_full:
             self.waits.changed.set()  # who waits for something else looks whether it is the one to read
         while room.is_full:
-            await self.waits.changed.wait()
+            with self.waits.changed.reaching(self._has_room):
+                await self._has_room.wait()
 
 
 def _words(intakes: Sequence[Intake[Any]]) -> str:

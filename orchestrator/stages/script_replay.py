@@ -106,11 +106,21 @@ class ScriptReplay:
                 await self._turn(at)
                 return decode(self._answers.body(self._events[at]))
             if (late := self._late.pop(call, None)) is not None:
+                await self.over(call)
                 return decode(self._answers.body(late))
         found = await make()
+        await self.over(call)
         if encode is not None:
             self._keep(call, lambda: encode(found))
         return found
+
+    async def over(self, call: int) -> None:
+        """Wait for the end of the record: what it does not hold came after all that it holds."""
+        if not self.live.is_set():
+            with self._waits.waiting(f"its turn: call {call + 1} is answered after all that the record has"):
+                while not self.live.is_set():
+                    self._waits.check()
+                    await self._waits.changed.wait()
 
     def done(self, step: int, body: bytes) -> None:
         """Record, at once, the answer to the call that made a step, where that call is known and has none."""

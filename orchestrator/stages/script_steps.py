@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from orchestrator.stages.batching import Batching
 from orchestrator.stages.held_policies import HeldPolicies
 from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_waits import ScriptWaits
+from orchestrator.stages.streams import Coming
 from orchestrator.stages.training import Training
 from pipelinerl.algorithms.step_loss import SFT
 from pipelinerl.messages import (
@@ -40,6 +42,7 @@ from pipelinerl.messages import (
 from pipelinerl.runtime.stage import Stage
 from pipelinerl.transport.codec import Decoder, encode
 
+_T = TypeVar("_T")
 _done: Decoder[StepDone] = Decoder(StepDone)
 SCRIPT_GONE = "the script that asked for it is gone"
 """The reason given for a rollout that an earlier process of the run has asked for and not trained."""
@@ -71,8 +74,10 @@ class ScriptSteps:
     """Set when the script has trained every step and needs nobody any more."""
     _done: dict[int, StepDone] = dataclasses.field(default_factory=dict)
     """What the trainer said of steps, until the script hears of it."""
-    _choosing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while the groups of a step are given, so that steps leave one after the other."""
+    _under_way: set[int] = dataclasses.field(default_factory=set)
+    """The steps that the script has decided upon and the trainer has not done."""
+    _last_turn: asyncio.Event | None = None
+    """Set once everything that was asked for is given to the trainer; None where nothing was."""
     _request_ids: itertools.count[int] = dataclasses.field(default_factory=itertools.count)
     _asked: ComputeLogprobs | None = None
     """The rows whose log-probabilities are under way."""
@@ -97,47 +102,54 @@ class ScriptSteps:
 
     # --- what the script calls ---
 
-    async def train(self, rows: Sequence[Sample], *, loss: str) -> StepDone:
-        """Have rows trained as the next step, by the loss of this name; return what the trainer says. Raises as `ScriptBook.train`."""
+    def train(self, rows: Sequence[Sample], *, loss: str) -> Coming[StepDone]:
+        """Have rows trained as the next step, by the loss of this name. Raises as `ScriptBook.train`."""
         self.waits.check()
         decisions, given = self.book.train(rows)
         call = self._begin("train", loss, *((row.trajectory.rollout_id, row.reward, row.advantages.tobytes()) for row in rows))
         for scored in () if self.replay.is_recorded(call) else given:
             self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
-        return await self._step(call, decisions, StepLoss(name=loss))
+        return self._step(call, decisions, StepLoss(name=loss))
 
-    async def sft(self, rows: Sequence[Demonstration]) -> StepDone:
+    def sft(self, rows: Sequence[Demonstration]) -> Coming[StepDone]:
         """Have demonstrations trained as the next step. Raises as `ScriptBook.sft`."""
         self.waits.check()
         decisions = self.book.sft(len(rows))
         call = self._begin("sft", *((row.num_prompt, row.token_ids.tobytes()) for row in rows))
-        return await self._step(call, decisions, StepLoss(name=SFT, demonstrations=tuple(rows)))
+        return self._step(call, decisions, StepLoss(name=SFT, demonstrations=tuple(rows)))
 
     async def drop_refused(self) -> None:
-        """End the groups whose advantages were refused, and wait until that is booked."""
-        await self.waits.beside(self._choose(self.book.drops()), "batching to book what was dropped")
+        """End the groups whose advantages were refused, and wait until that is booked and what was decided before is trained."""
+        decisions = self.book.drops()
+        await self.waits.beside(self._in_turn(lambda: self._carry_out(decisions)), "batching to book what was dropped")
+        await self.waits.until(lambda: None if self._under_way else True, "the trainer to finish what was decided")
 
-    async def publish(self, version: int) -> None:
-        """Bring policies up to this version to engines, and wait until the trainer has written it."""
-        self.book.published = version
+    async def publish(self, version: int) -> int:
+        """Bring policies up to this version to engines, and wait until the trainer has written it; return it."""
         self.held.publish(version)
         self.waits.changed.set()
         await self.waits.until(lambda: True if self.held.newest >= version else None, f"the trainer to write policy {version}")
+        return version
 
     async def save(self, version: int, *, checkpoints: Checkpoints) -> None:
         """Have a version saved, unless it is; the step that follows waits for it."""
-        async with self._choosing:
+
+        async def save_it() -> None:
             if checkpoints.newest < version:
                 self.held.command(SaveCheckpoint(version=version), version=version)
-            await self.waits.beside(checkpoints.wait_for(version), f"the trainer to save version {version}")
+            await checkpoints.wait_for(version)
             self.held.answered()
+
+        await self.waits.beside(self._in_turn(save_it), f"the trainer to save version {version}")
 
     async def logprobs(self, rollouts: Sequence[Trajectory], *, model: LogprobModel) -> list[Float32]:
         """Return what the newest policy, or the reference, says of each rollout, [L] float32, 0.0 where a token has no loss; the step that
         follows waits for it.
         """
         self.waits.check()
-        return await self.waits.beside(self._logprobs(rollouts, model), f"the trainer to compute log-probabilities under the {model}")
+        version = self.book.step
+        work = self._in_turn(lambda: self._logprobs(rollouts, model, version))
+        return await self.waits.beside(work, f"the trainer to compute log-probabilities under the {model}")
 
     # --- what the trainer says ---
 
@@ -145,6 +157,7 @@ class ScriptSteps:
         """Hear that a step is done; the policy before it can be published no more."""
         self.held.pass_over(done.step)
         self._done[done.step] = done
+        self._under_way.discard(done.step)
         self.replay.done(done.step, encode(done))
         self.waits.changed.set()
 
@@ -161,17 +174,30 @@ class ScriptSteps:
 
     # --- inside ---
 
-    async def _logprobs(self, rollouts: Sequence[Trajectory], model: LogprobModel) -> list[Float32]:
+    def _in_turn(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Coroutine[Any, Any, _T]:
+        """Take the next turn, and return what begins the work once all that was asked for before is given to the trainer."""
+        before, self._last_turn = self._last_turn, (mine := asyncio.Event())
+
+        async def wait() -> _T:
+            if before is not None:
+                await before.wait()
+            try:
+                return await work()
+            finally:
+                mine.set()
+
+        return wait()
+
+    async def _logprobs(self, rollouts: Sequence[Trajectory], model: LogprobModel, version: int) -> list[Float32]:
         found: list[Float32] = []
-        async with self._choosing:
-            batches = self._batches_of(rollouts)
-            for start in range(0, len(batches), self.held.num_replicas):
-                rows = tuple(batches[start : start + self.held.num_replicas])
-                self._asked, self._computed = ComputeLogprobs(request_id=next(self._request_ids), model=model, rows=rows), None
-                self.held.command(self._asked, version=self.book.step)
-                while self._computed is None:
-                    await self.waits.changed.wait()
-                found += _by_rollout(rows, self._computed.logprobs)
+        batches = self._batches_of(rollouts, step=version)
+        for start in range(0, len(batches), self.held.num_replicas):
+            rows = tuple(batches[start : start + self.held.num_replicas])
+            self._asked, self._computed = ComputeLogprobs(request_id=next(self._request_ids), model=model, rows=rows), None
+            self.held.command(self._asked, version=version)
+            while self._computed is None:
+                await self.waits.changed.wait()
+            found += _by_rollout(rows, self._computed.logprobs)
         return found
 
     def _begin(self, name: str, *given: object) -> int:
@@ -180,29 +206,32 @@ class ScriptSteps:
         self.replay.flush()
         return call
 
-    async def _step(self, call: int, decisions: Sequence[Decision], loss: StepLoss) -> StepDone:
+    def _step(self, call: int, decisions: Sequence[Decision], loss: StepLoss) -> Coming[StepDone]:
         step = self.book.step - 1
-        return await self.replay.wait(call, lambda: self._make(call, step, decisions, loss), encode=None, decode=_done.decode)
-
-    async def _make(self, call: int, step: int, decisions: Sequence[Decision], loss: StepLoss) -> StepDone:
-        if step < self.past.num_done:  # what the trainer said of it was lost with the process that heard it
-            return StepDone(step=step, metrics={})
         if step >= self.past.open_step:
             if self.replay.is_recorded(call):  # it was interrupted
                 decisions = [one for one in decisions if one.group.group_id in self.past.running_groups]
             self.admission.next_step = max(self.admission.next_step, step + 1)
+            self._under_way.add(step)
+            assert self.waits.tasks is not None, "calls come once the stages run"
+            self.waits.tasks.create_task(self._in_turn(lambda: self._carry_out(decisions, closes=step, loss=loss)))
             self.waits.changed.set()  # who waits for what is too old now hears of it
-            await self.waits.beside(self._choose(decisions, closes=step, loss=loss), f"batching to close step {step}")
+        return Coming(lambda: self._wait_for(call, step))
+
+    async def _wait_for(self, call: int, step: int) -> StepDone:
+        done = await self.replay.wait(call, lambda: self._hear(step), encode=None, decode=_done.decode)
+        self.book.trained = max(self.book.trained, step + 1)
+        return done
+
+    async def _hear(self, step: int) -> StepDone:
+        if step < self.past.num_done:  # what the trainer said of it was lost with the process that heard it
+            return StepDone(step=step, metrics={})
         done = await self.waits.until(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
         self.replay.done(step, encode(done))
         return done
 
-    async def _choose(self, decisions: Sequence[Decision], *, closes: int | None = None, loss: StepLoss = OWN_LOSS) -> None:
-        """Have batching carry out what was decided, and close the step `closes`; one step after the other."""
-        async with self._choosing:
-            await self._carry_out(decisions, closes=closes, loss=loss)
-
-    async def _carry_out(self, decisions: Sequence[Decision], *, closes: int | None, loss: StepLoss) -> None:
+    async def _carry_out(self, decisions: Sequence[Decision], *, closes: int | None = None, loss: StepLoss = OWN_LOSS) -> None:
+        """Have batching carry out what was decided, and close the step `closes`."""
         assert self.batching is not None, "the stages were joined"
         if closes is not None:
             self.ledger.intend([sample for decision in decisions for sample in decision.samples], step=closes, loss=loss)
@@ -213,7 +242,7 @@ class ScriptSteps:
             counts = self.cut.close()
             await self.batching.close_step(closes, *((loss.num_tokens, len(loss.demonstrations)) if loss.demonstrations else counts))
 
-    def _batches_of(self, rollouts: Sequence[Trajectory]) -> list[MicroBatch]:
+    def _batches_of(self, rollouts: Sequence[Trajectory], *, step: int) -> list[MicroBatch]:
         """Lay rollouts, in their order, into rows."""
         rows: list[list[Sample]] = []
         for rollout in rollouts:
@@ -221,20 +250,24 @@ class ScriptSteps:
             if not rows or sum(one.trajectory.num_tokens for one in rows[-1]) + rollout.num_tokens > self.max_row_tokens:
                 rows.append([])
             rows[-1].append(sample)
-        return [micro_batch_of(tuple(row), step=self.book.step, index=0, teachers=self.teachers) for row in rows]
+        return [micro_batch_of(tuple(row), step=step, index=0, teachers=self.teachers) for row in rows]
 
     # --- a script that goes on ---
 
-    async def go_on(self, decisions: Sequence[Decision]) -> None:
-        """Finish the step in which the script before was interrupted."""
-        assert self.batching is not None, "the stages were joined"
-        async with self._choosing:
+    def go_on(self) -> Coroutine[Any, Any, None]:
+        """Finish the step in which the script before was interrupted, before anything that this one asks for."""
+        decisions = self._forsake()
+
+        async def finish_it() -> None:
+            assert self.batching is not None, "the stages were joined"
             if (open_step := self.past.steps.get(self.past.open_step)) is not None:
                 await self.batching.restore(open_step)
             if self.intended is not None and not self.replay.is_kept:
                 await self._carry_out(decisions, closes=self.intended.step, loss=self.ledger.losses.of(self.intended.step))
 
-    def forsake(self) -> list[Decision]:
+        return self._in_turn(finish_it)
+
+    def _forsake(self) -> list[Decision]:
         """Cancel what the script before has asked for and not trained; return what it had decided about the step that it was interrupted
         in.
         """

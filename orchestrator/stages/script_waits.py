@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,30 @@ from pipelinerl.runtime.watch import Watch
 _T = TypeVar("_T")
 
 
+class Changes(Signal):
+    """Wakes everyone who waits for anything, those too who wait for one stream alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._others: collections.Counter[Signal] = collections.Counter()
+
+    def set(self) -> None:
+        super().set()
+        for signal in self._others:
+            signal.set()
+
+    @contextmanager
+    def reaching(self, signal: Signal) -> Iterator[None]:
+        """Wake, within the block, those too who wait for `signal`."""
+        self._others[signal] += 1
+        try:
+            yield
+        finally:
+            self._others[signal] -= 1
+            if not self._others[signal]:
+                del self._others[signal]
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ScriptWaits:
     """The waits of a script's calls. Time that the script spends without a call is nobody's stall."""
@@ -21,8 +46,8 @@ class ScriptWaits:
     watch: Watch
     owner: str
     """The stage in whose name calls wait."""
-    changed: Signal = dataclasses.field(default_factory=Signal)
-    """Set whenever something may be there that a call waits for."""
+    changed: Changes = dataclasses.field(default_factory=Changes)
+    """Set whenever something may be there that a call waits for; not for each result of a stream, which has a signal of its own."""
     feeders: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
     """Tasks of the stage that wait on nobody's behalf."""
     check_streams: Callable[[], None] = lambda: None

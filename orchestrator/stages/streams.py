@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from pipelinerl.runtime.stage import Signal
+
 _T = TypeVar("_T")
 
 
@@ -49,6 +51,8 @@ class Intake(Generic[_T]):
     """False while more may be asked for."""
     ready: collections.deque[_T] = dataclasses.field(default_factory=collections.deque)
     failure: BaseException | None = None
+    changed: Signal = dataclasses.field(default_factory=Signal)
+    """Set when a result is there, or is not awaited any more."""
     reader: asyncio.Task[Any] | None = dataclasses.field(default_factory=asyncio.current_task)
     """The task that has made the stream, or read it last."""
     is_abandoned: bool = False
@@ -63,6 +67,7 @@ class Intake(Generic[_T]):
         if not self.is_abandoned:
             self.ready.append(result)
             self.room.num_bytes += self.num_bytes(result)
+            self.changed.set()
 
     def take(self) -> _T:
         result = self.ready.popleft()
@@ -105,3 +110,22 @@ class Stream(Generic[_T]):
 
     async def _all(self) -> list[_T]:
         return [result async for result in self]
+
+
+class Coming(Generic[_T]):
+    """What a call is going to give. The call is under way, whether or not anybody awaits it; it may be awaited more than once."""
+
+    def __init__(self, wait: Callable[[], Awaitable[_T]]) -> None:
+        """`wait` waits for it; whoever awaits first calls it."""
+        self._wait = wait
+        self._lock = asyncio.Lock()
+        self._found: list[_T] = []
+
+    def __await__(self) -> Generator[Any, None, _T]:
+        return self._once().__await__()
+
+    async def _once(self) -> _T:
+        async with self._lock:
+            if not self._found:
+                self._found.append(await self._wait())
+        return self._found[0]

@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.advantages import MethodAdvantages
 from orchestrator.rules.batch import Filtered, Siblings
-from orchestrator.scripted_run import ScriptedRun
+from orchestrator.scripted_run import Coming, ScriptedRun
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.errors import NobodySends, NothingTrained, PeerRefused, RolloutsUnread, ScriptError, Stalled, TrainedTwice
 from pipelinerl.messages import Prompt, Sample, ScorerReady, Trajectory
@@ -271,11 +271,10 @@ def test_a_step_that_a_killed_script_had_decided_upon_is_trained_as_it_was_decid
         return [row for row in rows if row.trajectory.sibling % 2]
 
     async def script(asked: ScriptedRun) -> None:
-        training: collections.deque[asyncio.Task[Any]] = collections.deque()
+        training: collections.deque[Coming[Any]] = collections.deque()
         while asked.step < asked.num_steps:
             rows = two_of_each(asked.advantages(await asked.score(asked.sample(asked.prompts(24)))))
-            training.append(asyncio.create_task(asked.train(rows)))
-            await asyncio.sleep(0)  # it begins
+            training.append(asked.train(rows))
             if len(training) > 1:
                 await training.popleft()
                 if asked.step > asked.version:
