@@ -175,8 +175,7 @@ class Script:
         if (event := await self.replay.take(intake.call)) is not None:
             intake.num_left -= 1
             return self._again(event)
-        await self.replay.over(intake.call)
-        if not intake.ready and not await self._wait_for_result(intake):
+        if not self._may_take(intake) and not await self._wait_for_result(intake):
             return None
         result = intake.take()
         if isinstance(result, Trajectory):
@@ -190,16 +189,21 @@ class Script:
         self._has_room.set()
         return result
 
+    def _may_take(self, intake: Intake[Any]) -> bool:
+        """Return whether a stream has a result; those that the record does not hold come after all that it holds."""
+        return bool(intake.ready) and self.replay.live.is_set()
+
     async def _wait_for_result(self, intake: Intake[Any]) -> bool:
         """Wait until a stream has a result; return whether one comes."""
         with self.waits.waiting(intake.what):
-            while not intake.ready:
+            while not self._may_take(intake):
                 if intake.failure is not None:
                     raise intake.failure
                 if intake.is_over:
                     return False
                 self.check()
-                self._check_somebody_sends(intake)
+                if self.replay.live.is_set():
+                    self._check_somebody_sends(intake)
                 with self.waits.changed.reaching(intake.changed):
                     await intake.changed.wait()
         return True

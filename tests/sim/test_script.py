@@ -148,17 +148,40 @@ def test_siblings_that_the_script_leaves_out_end_as_filtered_and_groups_that_the
 
 def test_groups_too_old_for_the_step_end_as_stale_offered_or_forgotten(tmp_path: Path) -> None:
     async def script(asked: ScriptedRun) -> None:
-        old = asked.advantages(await asked.score(asked.sample(asked.prompts(1))))
+        scored = await asked.score(asked.sample(asked.prompts(1)))
+        old = asked.advantages(scored)
         await asked.sample(asked.prompts(1))  # never looked at again
         for _ in range(2):
             await asked.train(asked.advantages(await asked.score(asked.sample(asked.prompts(1)))))
             await asked.publish()
         fresh = asked.advantages(await asked.score(asked.sample(asked.prompts(1))))
+        assert asked.advantages(scored) == [], "too old for the step that comes next"
         await asked.train([*old, *fresh])
+        await asked.publish()
+        await asked.train([*old, *asked.advantages([*scored, *await asked.score(asked.sample(asked.prompts(1)))])])
+        with pytest.raises(ScriptError, match="all 4 steps|the rows are of 1 groups, each with a token more than"):
+            await asked.train(old)
 
-    simulated = scripted(script, tmp_path)
+    simulated = scripted(script, tmp_path, settings={"trainer": {"steps": 5}})
     assert simulated.problems() == []
-    assert ends(simulated) == {"admitted": 20, "trained": 12, "stale": 8}
+    assert ends(simulated) == {"admitted": 24, "trained": 16, "stale": 8}
+
+
+def test_a_step_is_under_way_before_it_is_awaited_and_its_policy_is_the_one_to_publish_once_it_was(tmp_path: Path) -> None:
+    async def script(asked: ScriptedRun) -> None:
+        first, second = asked.train(await rows_of(asked)), asked.train(await rows_of(asked))
+        assert asked.step == 2
+        assert (await first).step == (await first).step == 0
+        assert await asked.publish() == asked.version == 1
+        third = asked.train(await rows_of(asked))
+        assert await asked.publish() == 3, "of the last that was asked for, where all that was awaited is published"
+        assert [(await one).step for one in (second, third)] == [1, 2]
+        asked.train(await rows_of(asked))  # nobody awaits it
+
+    simulated = scripted(script, tmp_path, settings={"trainer": {"steps": 5}, "pipeline": {"max_staleness": 2}})
+    assert simulated.problems() == []
+    assert ends(simulated) == {"admitted": 16, "trained": 16}
+    assert simulated.record.last_version == 4
 
 
 def test_a_greedy_sibling_is_the_baseline_of_the_others_and_a_group_without_one_fails(tmp_path: Path) -> None:
@@ -332,6 +355,15 @@ def test_the_loop_of_an_example_is_short_and_trains_every_step(tmp_path: Path, p
         assert all(0 < num <= 32 and num % 2 == 0 for num in samples)
     else:
         assert samples == {"best_of_n": {16}, "curriculum": {3, 12}, "streaming": {32}}.get(path.stem, {64})
+
+
+def test_the_built_in_loop_as_a_script_has_other_groups_take_the_places_of_those_that_are_too_old(tmp_path: Path) -> None:
+    script = runpy.run_path(str(EXAMPLES[0].parent / "streaming.py"))["train"]
+    settings = {"trainer": {"steps": 16}, "rollout": {"max_tokens": 64}, "engine": {"count": 1, "max_running": 32}}
+    simulated = scripted(script, tmp_path, settings=settings, world=World(token_s=1.6e-4))
+    assert simulated.problems() == []
+    assert ends(simulated)["stale"] > 0
+    assert ends(simulated)["trained"] == 16 * 32
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
