@@ -35,7 +35,7 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.membership import membership_of
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.script import ScriptBook, ScriptCut
+from orchestrator.rules.script import ScriptBook
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
@@ -320,7 +320,6 @@ class Parts:
         steps = ScriptSteps(
             held=held,
             book=book,
-            cut=ScriptCut(first_step=past.open_step),
             admission=self.admission,
             ledger=self.given.ledger,
             waits=waits,

@@ -160,7 +160,8 @@ class ScriptedRun:
         """Return the rows that the method of the config makes of these, siblings together.
 
         A group that the method filters out, too few of whose siblings have a reward, or that is too old for the step that comes next, gives
-        no row, and ends with the next step as filtered, failed or stale. A rule over a whole step (`batch`) takes all that is given here as the step.
+        no row, and ends with the next step as filtered, failed or stale. A rule over a whole step (`batch`) takes all that is given here as
+        the step.
         """
         self._script.waits.check()
         groups = self._script.book.siblings(scored)
@@ -191,8 +192,8 @@ class ScriptedRun:
     def train(self, rows: Sequence[Sample], *, loss: str | None = None) -> Coming[StepDone]:
         """Train rows as one step; what is awaited is what the trainer says of it, and `metrics` has its figures.
 
-        The step is decided upon now. Its rows are there for the trainer once it has finished the steps before, whether or not anybody awaits
-        this one: so a script that has the rows of the next step need not wait for the last.
+        The step is decided upon now, and its rows are there for the trainer once it has finished the steps before, whether or not anybody
+        awaits this one: a script that has the rows of the next step need not wait for the last.
 
         The rows of a group go into one step, after all its siblings were read; those left out end as filtered. A group with a token more
         than `pipeline.max_staleness` versions older than this step does not train, and ends as stale. `loss` names the method whose loss
@@ -245,8 +246,9 @@ class ScriptedRun:
         """
         self._script.waits.check()
         self._script.book.published = version = self._script.book.publishes()
+        call = self._replay.begin("publish")
         return await self._replay.wait(
-            self._replay.begin("publish"), lambda: self._steps.publish(version), encode=msgspec.msgpack.encode, decode=msgspec.msgpack.decode
+            call, lambda: self._steps.publish(version), encode=msgspec.msgpack.encode, decode=msgspec.msgpack.decode
         )
 
     async def evaluate(self) -> float | None:

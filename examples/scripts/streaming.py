@@ -1,6 +1,6 @@
 """The built-in streaming loop as a script: groups are sampled ahead up to the staleness bound, and trained in the order of their coming.
 
-    .venv/bin/python examples/scripts/streaming.py my.toml pipeline.max_staleness=2
+.venv/bin/python examples/scripts/streaming.py my.toml pipeline.max_staleness=2
 """
 
 import asyncio
@@ -37,7 +37,7 @@ async def train(run: ScriptedRun) -> None:
                     groups.append(group)
                 else:  # the method has dropped it, or it is too old: another takes its place
                     tasks.create_task(answer(run.step))
-            tasks.create_task(publish(run.train(run.advantages(sum(groups, [])))))
+            tasks.create_task(publish(run.train(run.advantages(one for group in groups for one in group))))
 
 
 async def main() -> None:

@@ -111,7 +111,7 @@ class Verdict:
 
 
 class Cut(Protocol):
-    """A rule that decides about complete groups, one after the other. `BatchCut` counts groups; `rules.script.ScriptCut` does what a
+    """A rule that decides about complete groups, one after the other. `BatchCut` counts groups; `rules.script_cut.ScriptCut` does what a
     script says."""
 
     step: int

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from orchestrator.rules.batch import Ended, Siblings, Verdict, ended_of, is_stale
+from orchestrator.rules.batch import Ended, Siblings, ended_of, is_stale
 from pipelinerl.errors import NobodySends, NothingTrained, RolloutsUnread, ScriptError, TrainedTwice
 from pipelinerl.messages import Group, Outcome, Sample, Score, ScoredTrajectory, TerminalStatus, Trajectory
 
@@ -182,8 +182,9 @@ class ScriptBook:
             (stale if self.is_too_old(members) else trained).append(group_id)
         if not trained:
             raise ScriptError(
-                f"train: the rows are of {len({row.trajectory.group_id for row in rows})} groups, each with a token more than pipeline.max_staleness = {self._max_staleness}"
-                f" versions older than step {self.step}. Sample anew, or train sooner what was sampled"
+                f"train: the rows are of {len({row.trajectory.group_id for row in rows})} groups, each with a token more than"
+                f" pipeline.max_staleness = {self._max_staleness} versions older than step {self.step}. Sample anew, or train sooner what"
+                " was sampled"
             )
         given = [
             self._member(group_id, sample.trajectory, reward=sample.reward)
@@ -193,7 +194,7 @@ class ScriptBook:
         ]
         for member in given:
             self.scored(member)
-        decisions = [*self.drops(), *(self._drop(group_id, *self.too_old) for group_id in stale)]
+        decisions = [*self.drops(besides=offered), *(self._drop(group_id, *self.too_old) for group_id in stale)]
         decisions += [self._drop(group_id, *self.too_old) for group_id in self._forgotten(besides=offered)]
         decisions += [self._assign(group_id, offered[group_id]) for group_id in trained]
         self.step += 1
@@ -211,10 +212,10 @@ class ScriptBook:
         self.step += 1
         return decisions
 
-    def drops(self) -> list[Decision]:
+    def drops(self, *, besides: Collection[int] = ()) -> list[Decision]:
         """End the groups whose advantages were refused."""
-        refused = [(group_id, group.refused) for group_id, group in self._open.items() if group.refused is not None and group.is_settled]
-        return [self._drop(group_id, *how) for group_id, how in refused]
+        refused = {group_id: group.refused for group_id, group in self._open.items() if group.is_settled and group_id not in besides}
+        return [self._drop(group_id, *how) for group_id, how in refused.items() if how is not None]
 
     def publishes(self) -> int:
         """Return the version to publish: that of the last step that the script has seen trained, or else of the last on its way.
@@ -373,48 +374,3 @@ def _score(trajectory: Trajectory, reward: float | None) -> Score:
         components={} if reward is None else {SCRIPT: reward},
         error=UNSCORED if reward is None else "",
     )
-
-
-class ScriptCut:
-    """The cut of a scripted run: a step is what the script trains at once. Decisions are made by `ScriptBook`, and carried out here."""
-
-    is_full = False
-    """A step is closed by whoever decides, see `stages.script`."""
-    is_holding = False
-
-    def __init__(self, *, first_step: int = 0) -> None:
-        self.step = first_step
-        self._decisions: dict[int, Decision] = {}
-        self._num_tokens = 0
-        self._num_samples = 0
-
-    def decide(self, decision: Decision) -> None:
-        """Say what becomes of a group that is going to be taken."""
-        self._decisions[decision.group.group_id] = decision
-
-    def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Siblings], num_stopped: int = 0) -> None:
-        """Take over what an earlier process of the run has assigned to the step being filled."""
-        self._num_samples = len(samples)
-        self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
-
-    def take(self, group: Group) -> Verdict:
-        """Carry out what was decided about a group."""
-        decision = self._decisions.pop(group.group_id)
-        samples = decision.samples
-        self._num_samples += len(samples)
-        self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
-        return Verdict(
-            group=group,
-            step=self.step,
-            samples=samples,
-            delivered=samples,
-            ended=decision.ended,
-            is_assigned=bool(samples),
-            is_filtered=decision.is_filtered,
-        )
-
-    def close(self) -> tuple[int, int]:
-        """Begin the next step; return (tokens with a loss, samples) of the one that is closed."""
-        counts = (self._num_tokens, self._num_samples)
-        self.step, self._num_tokens, self._num_samples = self.step + 1, 0, 0
-        return counts

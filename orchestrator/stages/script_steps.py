@@ -16,7 +16,8 @@ from orchestrator.ledger.step_losses import OWN_LOSS, StepLoss
 from orchestrator.recovery.checkpoints import Checkpoints
 from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.script import Decision, ScriptBook, ScriptCut, finish
+from orchestrator.rules.script import Decision, ScriptBook, finish
+from orchestrator.rules.script_cut import ScriptCut
 from orchestrator.rules.validation.trainer import TrainerProgress, logprobs_computed
 from orchestrator.rules.validation.violations import Violation
 from orchestrator.stages.batching import Batching
@@ -54,7 +55,7 @@ class ScriptSteps:
 
     held: HeldPolicies
     book: ScriptBook
-    cut: ScriptCut
+    cut: ScriptCut = dataclasses.field(init=False)
     admission: Admission
     ledger: Ledger
     waits: ScriptWaits
@@ -85,6 +86,7 @@ class ScriptSteps:
 
     def __post_init__(self) -> None:
         self.admission.next_step = self.next_step
+        self.cut = ScriptCut(first_step=self.past.open_step)
         self.held.on_moved = self.waits.changed.set
 
     def join(self, stages: Iterable[Stage]) -> None:

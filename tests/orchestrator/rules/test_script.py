@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.rules.script import LEFT_OUT, ScriptBook, ScriptCut, finish
+from orchestrator.rules.script import LEFT_OUT, ScriptBook, finish
+from orchestrator.rules.script_cut import ScriptCut
 from pipelinerl.errors import ScriptError, TrainedTwice
 from pipelinerl.messages import Outcome, Sample, ScoredTrajectory, TerminalStatus
 from tests.orchestrator import handmade
