@@ -202,6 +202,7 @@ class Script:
                 if intake.is_over:
                     return False
                 self.check()
+                self.replay.check_turn()
                 if self.replay.live.is_set():
                     self._check_somebody_sends(intake)
                 with self.waits.changed.reaching(intake.changed):

@@ -74,7 +74,8 @@ class ScriptReplay:
         if recorded := self._calls.get(task):
             event = self._events[at := recorded.popleft()]
             if event.words != words:
-                raise self._diverged(event, name)
+                other = "with other arguments" if _name(event) == name else f"where it called {_name(event)}"
+                raise self._diverged(f"call {event.call + 1} of the script is {name}, {other} when it was recorded")
             self._happen(at)
             call = event.call
         else:
@@ -119,8 +120,15 @@ class ScriptReplay:
         if not self.live.is_set():
             with self._waits.waiting(f"its turn: call {call + 1} is answered after all that the record has"):
                 while not self.live.is_set():
+                    self.check_turn()
                     self._waits.check()
                     await self._waits.changed.wait()
+
+    def check_turn(self) -> None:
+        """Raise `ScriptDiverged` where the task that waits here is the one whose call comes next in the record."""
+        event = None if self.live.is_set() else self._events[self._cursor]
+        if event is not None and event.kind is Kind.CALLED and self._tasks.get(_current_task()) == event.task:
+            raise self._diverged(f"the script waits for something else than it had when it made call {event.call + 1}, {_name(event)}")
 
     def done(self, step: int, body: bytes) -> None:
         """Record, at once, the answer to the call that made a step, where that call is known and has none."""
@@ -182,8 +190,7 @@ class ScriptReplay:
 
     def _task(self, words: str) -> int:
         """Return the number of the task that calls; one that is new is the next recorded one that began with such a call."""
-        task = asyncio.current_task()
-        assert task is not None, "scripts run in tasks"
+        task = _current_task()
         if task not in self._tasks:
             known = next((one for one in self._unseen if self._events[self._calls[one][0]].words == words), None)
             if known is None and not self._tasks and self._unseen:
@@ -195,18 +202,17 @@ class ScriptReplay:
             self._tasks[task] = known
         return self._tasks[task]
 
-    def _diverged(self, event: Event, name: str) -> ScriptDiverged:
-        before = event.words.rpartition(" ")[0]
-        other = "with other arguments" if before == name else f"where it called {before}"
+    def _diverged(self, words: str) -> ScriptDiverged:
         return ScriptDiverged(
-            f"call {event.call + 1} of the script is {name}, {other} when it was recorded. A script that goes on is led through its calls"
-            f" up to step {self._next_step - 1}: keep its code, its seeds and the settings as they were, or go on without replay=True"
+            f"{words}. A script that goes on is led through its calls up to step {self._next_step - 1}: keep its code, its seeds and the"
+            " settings as they were, or go on without replay=True"
         )
 
     async def _turn(self, at: int) -> None:
         event = self._events[at]
         with self._waits.waiting(f"its turn: call {event.call + 1} is answered after what the record has before it"):
             while self._cursor != at:
+                self.check_turn()
                 self._waits.check()
                 await self._waits.changed.wait()
         self._happen(at)
@@ -218,6 +224,17 @@ class ScriptReplay:
         if self._cursor == len(self._events):
             self.live.set()
         self._waits.changed.set()
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None, "scripts run in tasks"
+    return task
+
+
+def _name(event: Event) -> str:
+    """Return what a recorded call is named, without the digest of what it was given."""
+    return event.words.rpartition(" ")[0]
 
 
 def _up_to(events: list[Event], next_step: int) -> list[Event]:

@@ -140,6 +140,38 @@ def test_a_call_that_differs_from_the_record_is_named(tmp_path: Path, what: str,
         survived(Changed(what), tmp_path, steps=40, seed=3, orchestrator_s=6.0)
 
 
+class Hasty:
+    """A loop that reads one rollout before each step and the others after it, and in a later life all of them before its second step."""
+
+    def __init__(self, read: int | None) -> None:
+        self.read = read
+        """How many it then reads; None: it waits for the step instead, which it began and awaited later."""
+        self.furthest = 0
+
+    async def __call__(self, asked: ScriptedRun) -> None:
+        is_other = self.furthest >= 3
+        while asked.step < asked.num_steps:
+            is_changed = is_other and asked.step == 1
+            ahead = asked.sample(asked.prompts(1))
+            begun = [await anext(ahead) for _ in range(4 if is_changed and self.read else 1)]
+            rows = asked.advantages(await asked.score(asked.sample(asked.prompts(4))))
+            step = asked.train(rows)
+            if is_changed and self.read is None:
+                await step
+            asked.prompts(0)
+            await step
+            await asked.publish()
+            await asked.score([*begun, *await ahead])
+            self.furthest = max(self.furthest, asked.step)
+
+
+@pytest.mark.parametrize("read", [4, None])
+def test_a_script_that_waits_for_what_it_had_not_waited_for_is_named_and_does_not_stand_still(tmp_path: Path, read: int | None) -> None:
+    words = r"the script waits for something else than it had when it made call \d+, (score|prompts|sample)\. A script that goes on"
+    with pytest.raises(ScriptDiverged, match=words):
+        survived(Hasty(read), tmp_path, steps=40, seed=3, orchestrator_s=6.0)
+
+
 def test_a_record_that_does_not_lead_to_the_run_is_refused_and_damage_is_named(tmp_path: Path) -> None:
     path = tmp_path / "answers.sqlite"
     with contextlib.closing(Answers(path)) as answers:
