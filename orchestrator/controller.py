@@ -17,7 +17,9 @@ import asyncio
 import contextlib
 import functools
 import json
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +85,7 @@ class Controller:
 
     async def __aenter__(self) -> ScriptedRun:
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(ends_at_sigterm())
             early = stack.enter_context(begin_early(self._config))
             name = self._resume if isinstance(self._resume, str) else None
             earlier = resuming.find_run(self._config, name) if self._resume else None
@@ -106,6 +109,35 @@ class Controller:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._at_end.__aexit__(kind, error, trace)
+
+
+@contextlib.contextmanager
+def ends_at_sigterm() -> Iterator[None]:
+    """Have SIGTERM, which clusters send before they end a job, leave the block as Ctrl-C does: what is trained is saved, and the process
+    ends with exit code 143. Another one changes nothing. Outside of the main thread signals are not heard.
+    """
+    loop, script, is_told = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert script is not None, "a block is entered by a task"
+
+    def end() -> None:
+        nonlocal is_told
+        if not is_told:
+            is_told = True
+            print("SIGTERM: the script is ended, and what it has trained is saved", file=sys.stderr, flush=True)
+            script.cancel()
+
+    is_heard = threading.current_thread() is threading.main_thread()
+    if is_heard:
+        loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_told:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        if is_heard:
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 def open_run(
@@ -177,8 +209,8 @@ async def driven(
             await driving  # raises why it could not begin
         yield scripted
         await scripted.leave()
-    except BaseException:
-        run.stop("the script has failed", evaluates=False)
+    except BaseException as error:
+        run.stop("the script was stopped" if isinstance(error, asyncio.CancelledError) else "the script has failed", evaluates=False)
         with contextlib.suppress(PipelineError):  # one that ended the run was raised by a call of the script
             await driving
         raise

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from orchestrator.controller import Asked, Drivable, driven, not_in_scripts, open_run, prompt_maker
+from orchestrator.controller import Asked, Drivable, driven, ends_at_sigterm, not_in_scripts, open_run, prompt_maker
 from orchestrator.frozen_policy import FrozenPolicy
 from orchestrator.peers.bounds import vocabulary_of
 from orchestrator.scripted_run import ScriptedRun
@@ -124,6 +124,7 @@ class Policies:
 
     async def __aenter__(self) -> PoliciesRun:
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(ends_at_sigterm())
             early = {one.name: stack.enter_context(begin_early(one.config, roles=_roles(one))) for one in self._settings}
             name = self._resume if isinstance(self._resume, str) else None
             earlier = resuming.find_run(self._config, name) if self._resume else None
