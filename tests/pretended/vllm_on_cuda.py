@@ -132,6 +132,7 @@ def served(folder: Path, *, rendezvous: Path) -> dict[str, Any]:
     from pipelinerl.config import EngineSection, ModelSection, RolloutSection
     from pipelinerl.engine.budget import plan_on
     from pipelinerl.engine.vllm import engine as ours
+    from pipelinerl.engine.vllm import loading
 
     configs: list[Any] = []
     budgets: list[Any] = []
@@ -144,7 +145,8 @@ def served(folder: Path, *, rendezvous: Path) -> dict[str, Any]:
         budgets.append(plan_on(*given, **named))
         return budgets[-1]
 
-    with contextlib.suppress(Reached), mock.patch.object(LLMEngine, "from_vllm_config", reach), mock.patch.object(ours, "plan_on", divide):
+    planned = mock.patch.object(loading, "plan_on", divide)
+    with contextlib.suppress(Reached), mock.patch.object(LLMEngine, "from_vllm_config", reach), planned:
         ours.VllmEngine(
             model=ModelSection(path=folder, dtype="bfloat16", max_tokens=128),  # pyright: ignore[reportCallIssue]
             engine=EngineSection(max_running=256),  # pyright: ignore[reportCallIssue]
