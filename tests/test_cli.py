@@ -85,6 +85,7 @@ def test_a_dry_run_prints_the_processes_and_starts_nothing(config: Path, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_everything_wrong_before_the_start_is_said_at_once(config: Path, tmp_path: Path):
     shown = pipelinerl("run", config, "algorithm.name=grpoo", cwd=tmp_path)
     assert shown.returncode == 1
@@ -191,6 +192,7 @@ def test_the_settings_of_a_comparison_in_modes_are_of_no_other(tmp_path: Path):
     assert "are of --modes, which runs a config" in " ".join(shown.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_mode_whose_run_fails_is_named_with_the_end_of_its_log(config: Path, tmp_path: Path):
     shown = pipelinerl("compare", "--modes", config, "--steps", "3", cwd=tmp_path)
     assert shown.returncode == 1

@@ -82,6 +82,7 @@ def test_packaging_names_no_host_and_no_path_of_one_machine(path: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_head_node_modules_load_where_torch_and_vllm_are_not_installed() -> None:
     # A name that stands for None in sys.modules cannot be imported: what is left is the base installation.
     absent = "sys.modules.update(dict.fromkeys(('torch', 'vllm', 'cupy')))"

@@ -179,6 +179,7 @@ def test_a_journal(tmp_path: Path, content: bytes):
     JournalTail(tmp_path)
 
 
+@pytest.mark.slow
 @FOLDER
 @given(content=damaged([ENDPOINT]))
 def test_an_endpoint(tmp_path: Path, content: bytes):

@@ -83,6 +83,7 @@ def test_a_head_node_without_torch_and_vllm_is_fit():
     assert not [finding for finding in found if finding.level in (Level.WARN, Level.FAIL)]
 
 
+@pytest.mark.slow
 def test_versions_that_do_not_fit_each_other_are_found_in_what_is_installed(tmp_path: Path):
     info = tmp_path / "vllm-0.30.0.dist-info"
     info.mkdir()
@@ -93,6 +94,7 @@ def test_versions_that_do_not_fit_each_other_are_found_in_what_is_installed(tmp_
     assert "vllm asks for numpy<1, installed is" in shown
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured(tmp_path: Path):
     machine = look(tmp_path / "not" / "there" / "yet")
     assert machine.python == ".".join(map(str, sys.version_info[:3]))

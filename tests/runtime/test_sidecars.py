@@ -60,6 +60,7 @@ def test_one_that_does_its_rest_in_time_is_not_spoken_of_and_one_that_does_not_i
         assert ("upload has not finished" in capsys.readouterr().out) == is_late
 
 
+@pytest.mark.slow
 def test_none_has_longer_than_its_machine_and_a_long_wait_says_for_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for left_s, is_told in ((0.1, False), (2.5, True)):
         (tmp_path / "sidecar").unlink(missing_ok=True)

@@ -47,6 +47,7 @@ def test_nothing_is_lost_or_trained_twice_whoever_is_killed(tmp_path: Path, who:
     assert survived.kills[who] >= 2 if who != "everything" else len(survived.kills) == 4, survived.kills
 
 
+@pytest.mark.slow
 def test_kills_over_a_bad_network_break_no_promise(tmp_path: Path):
     network = NetworkFaults(delay_s=0.02, jitter_s=0.1, seed=1)
     faults = Faults(seed=1, until_s=60.0, **KILLS["everything"])

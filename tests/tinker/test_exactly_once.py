@@ -290,6 +290,7 @@ async def kill_at_random(world: World, chance: random.Random) -> None:
     world.is_calm = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_datum_is_in_the_weights_exactly_once_whatever_is_killed(tmp_path: Path, seed: int) -> None:
     async def test() -> None:

@@ -37,6 +37,7 @@ def test_the_table_has_every_rank_that_is_listed() -> None:
     assert list(STORED) == list(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_rank_of_a_thousand_is_counted_as_it_is_stored(name: str) -> None:
     assert layouts.count(CASES[name]) == STORED[name]

@@ -102,6 +102,7 @@ def test_who_does_not_know_the_token_gets_nothing(trainer: Trainer):
     assert rest not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_stranger_with_the_address_learns_nothing_from_the_store(trainer: Trainer):
     """Torch's own store would list its keys to anybody, and the tokens of buffers in them."""
     assert fetch_whole(trainer)

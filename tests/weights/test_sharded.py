@@ -287,6 +287,7 @@ def test_a_trainer_rank_that_is_gone_is_named_at_once(trainer: TrainerRanks, eng
         engines[0].fetch(name, digest)
 
 
+@pytest.mark.slow
 def test_a_weight_buffer_that_is_being_written_is_refused(trainer: TrainerRanks, engines: list[EngineRanks]):
     name, _ = trainer.publish(1, version(1))
     next(trainer.ranks[2].views(0))

@@ -230,6 +230,7 @@ def test_a_caller_more_than_a_busy_server_may_have_is_refused_by_name_and_the_ot
         channel.receive(torch.zeros(1, dtype=torch.uint8))
 
 
+@pytest.mark.slow
 def test_a_caller_that_asks_on_and_on_is_refused_and_another_gets_its_answer(answering: Answering):
     place = answering.server.place
     client = RendezvousClient(place.address, place.port, place.token)

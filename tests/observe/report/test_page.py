@@ -184,6 +184,7 @@ def test_only_our_own_scripts_and_style_may_act_and_their_digests_are_right(tmp_
     assert policy == f"default-src 'none'; script-src {library} {drawing}; style-src {style}; base-uri 'none'; form-action 'none'"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_a_phone(tmp_path: Path, scheme: str) -> None:
