@@ -210,13 +210,18 @@ async def driven(
         yield scripted
         await scripted.leave()
     except BaseException as error:
-        run.stop("the script was stopped" if isinstance(error, asyncio.CancelledError) else "the script has failed", evaluates=False)
+        run.stop(why_left(error), evaluates=False)
         with contextlib.suppress(PipelineError):  # one that ended the run was raised by a call of the script
             await driving
         raise
     finally:
         ready.cancel()
     await driving
+
+
+def why_left(error: BaseException) -> str:
+    """Say for the journal what has left the block before its end."""
+    return "the script was stopped" if isinstance(error, asyncio.CancelledError) else "the script has failed"
 
 
 async def _drive(run: Drivable, waits: ScriptWaits, launcher: Launcher | None, on_failed: Callable[[BaseException], None]) -> None:

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from orchestrator.controller import Asked, Drivable, driven, ends_at_sigterm, not_in_scripts, open_run, prompt_maker
+from orchestrator.controller import Asked, Drivable, driven, ends_at_sigterm, not_in_scripts, open_run, prompt_maker, why_left
 from orchestrator.frozen_policy import FrozenPolicy
 from orchestrator.peers.bounds import vocabulary_of
 from orchestrator.scripted_run import ScriptedRun
@@ -186,9 +186,9 @@ async def all_driven(lanes: Sequence[Lane], *, folder: Path):
                 frozen=Named(frozen, others=dict.fromkeys(trained, "is trained: it answers in run.policies")),
                 folder=folder,
             )
-        except BaseException:
+        except BaseException as error:
             for lane in lanes:  # all save at once
-                lane.run.stop("the script has failed", evaluates=False)
+                lane.run.stop(why_left(error), evaluates=False)
             raise
 
 

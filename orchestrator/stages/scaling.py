@@ -26,7 +26,7 @@ class Scaling:
     gives     Members, as a file, which those who start engines read; Stop, to engines that leave
     waits for an engine that leaves to answer what it has, for as long as the request allows
     woken by  engines that answer, and the clock
-    fails     never: a request that cannot be carried out is answered with the reason
+    fails     never: a request that cannot be carried out is answered with the reason, a damaged file is named once in the journal
     ends      cancelled, when the run ends
     """
 
@@ -38,6 +38,8 @@ class Scaling:
     credits: Signal
     """Set with every answer of an engine."""
     journal: Journal
+    _damage: str = dataclasses.field(default="", init=False)
+    """What was said last of a damaged file, which stays as it is."""
 
     async def run(self) -> None:
         self.folder.publish(self.membership.record())
@@ -52,7 +54,9 @@ class Scaling:
                 self.engines.lost(engine_id, reason)
             self._carry_out(drains)
         except ConfigError as error:  # a damaged file is nobody's wish
-            self.journal.write("scale", refused=str(error))
+            if str(error) != self._damage:
+                self._damage = str(error)
+                self.journal.write("scale", refused=self._damage)
         self._tell()
 
     def _carry_out(self, drains: asyncio.TaskGroup) -> None:

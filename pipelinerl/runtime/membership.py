@@ -123,11 +123,13 @@ class ScaleFolder:
             self._write(f"gone-{engine_id}.json", Gone(reason=reason))
 
     def take_gone(self) -> dict[int, str]:
-        """Return the engines of which word was left since the last call, each with the reason."""
+        """Return the engines of which word was left since the last call, each with the reason. A damaged one is an error once."""
         found = {}
         for path in sorted(self._folder.glob("gone-*.json")):
-            gone = self._read(path, Gone)
-            path.unlink(missing_ok=True)
+            try:
+                gone = self._read(path, Gone)
+            finally:
+                path.unlink(missing_ok=True)
             if gone is not None and (number := path.stem.removeprefix("gone-")).isdecimal():
                 found[int(number)] = gone.reason
         return found

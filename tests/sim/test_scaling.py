@@ -85,6 +85,17 @@ def changes(ended: Simulated) -> dict[int, list[str]]:
     return dict(found)
 
 
+async def with_three_engines(given: Beside) -> Machine:
+    """Have a run that began with two engines get a third, which serves for a second."""
+    machine = Machine(given)
+    await machine.until(1, State.LIVE)
+    machine.ask(3)
+    await machine.answered()
+    await machine.until(2, State.LIVE)
+    await asyncio.sleep(1.0)
+    return machine
+
+
 def test_engines_join_and_leave_and_every_rollout_has_one_end(tmp_path: Path) -> None:
     limits: list[int] = []
 
@@ -135,12 +146,7 @@ def test_what_a_leaving_engine_has_not_ended_in_time_is_asked_of_others(tmp_path
 
 def test_a_spare_that_falls_silent_is_lost_by_name_and_welcome_when_it_comes_again(tmp_path: Path) -> None:
     async def beside(given: Beside) -> None:
-        machine = Machine(given)
-        await machine.until(1, State.LIVE)
-        machine.ask(3)
-        await machine.answered()
-        await machine.until(2, State.LIVE)
-        await asyncio.sleep(1.0)
+        machine = await with_three_engines(given)
         await machine.kill(2)
         await machine.until(2, State.LOST)
         machine.start(2)
@@ -156,12 +162,7 @@ def test_a_spare_that_falls_silent_is_lost_by_name_and_welcome_when_it_comes_aga
 
 def test_an_engine_that_is_killed_while_it_drains_costs_nothing(tmp_path: Path) -> None:
     async def beside(given: Beside) -> None:
-        machine = Machine(given)
-        await machine.until(1, State.LIVE)
-        machine.ask(3)
-        await machine.answered()
-        await machine.until(2, State.LIVE)
-        await asyncio.sleep(1.0)
+        machine = await with_three_engines(given)
         machine.ask(2, drain_s=60.0)
         await machine.answered()
         await machine.kill(2)
@@ -231,3 +232,22 @@ def test_nonsense_is_answered_with_the_reason_and_changes_nothing(
     assert answers[0].refused.startswith(said)
     assert [one.state for one in answers[0].members] == ["live", "live"]
     assert [line["refused"] for line in ended.lines if line["kind"] == "scale"] == [answers[0].refused]
+
+
+def test_damaged_files_are_named_once_each_and_hold_up_no_later_request(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        machine = Machine(given)
+        await machine.until(1, State.LIVE)
+        folder = given.folder._folder
+        (folder / "gone-1.json").write_bytes(b"{")
+        (folder / "request.json").write_bytes(b'{"engines": "many"}')
+        await asyncio.sleep(10.0)
+        machine.ask(3)
+        await machine.answered()
+        await machine.until(2, State.LIVE)
+
+    ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW)
+    assert ended.problems() == []
+    told = [line["refused"] for line in ended.lines if line["kind"] == "scale" and line["refused"]]
+    assert [name for words in told for name in ("gone-1.json", "request.json") if name in words] == ["gone-1.json", "request.json"]
+    assert changes(ended)[1] == ["live"], "a damaged word is no word"
