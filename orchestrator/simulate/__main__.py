@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.planned import SETTABLE, changed, world_of_plan
 from orchestrator.simulate.run import Simulated, simulate
 from orchestrator.simulate.summary import FIGURES, Summary, hangs_on, summary_of
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.simulate", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--like", type=Path)
+    parser.add_argument("--like", type=Path, action="append", default=[])
     parser.add_argument("--gpu")
     parser.add_argument("--set", dest="given", action="append", default=[])
     parser.add_argument("--fault", action="append", default=[])
@@ -54,7 +54,7 @@ def main() -> None:
 def _simulate(arguments: argparse.Namespace) -> None:
     is_run = arguments.config.is_dir()
     config = (load_run if is_run else _load)(arguments.config, overrides=arguments.overrides)
-    like = arguments.like or (arguments.config if is_run and not arguments.gpu else None)
+    like = arguments.like or ([arguments.config] if is_run and not arguments.gpu else [])
     world = _world(config, like=like, gpu=arguments.gpu, given=arguments.given)
     config = _renamed(config)
     folder = None if arguments.no_journal else arguments.out or _new_folder(config)
@@ -75,7 +75,7 @@ def _load(path: Path, *, overrides: list[str]) -> Config:
     return load(path, overrides=overrides, for_run=False)
 
 
-def _world(config: Config, *, like: Path | None, gpu: str | None, given: list[str]) -> World:
+def _world(config: Config, *, like: list[Path], gpu: str | None, given: list[str]) -> World:
     own, of_plan = {}, []
     for setting in given:
         name, _, value = setting.partition("=")
@@ -83,10 +83,10 @@ def _world(config: Config, *, like: Path | None, gpu: str | None, given: list[st
             own[name] = _number(setting, value)
         else:
             of_plan.append(setting)
-    if like is not None:
+    if like:
         if gpu is not None or of_plan:
             raise ConfigError("--like takes speeds from a run: leave out --gpu, and --set of what a plan assumes")
-        return changed(world_of_run(config, like), own)
+        return changed(world_of_runs(config, like), own)
     if gpu is None:
         raise ConfigError("nothing says how fast the parts are: name a run to learn from (--like RUN), or GPUs to plan for (--gpu h100)")
     for setting in of_plan:

@@ -1,21 +1,25 @@
-"""A world fitted to a run: how long everything took there, from its journal, and how long its rollouts were, from its ledger.
+"""A world fitted to runs: how long everything took there, from their journals, and how long rollouts were, from the first one's ledger.
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
                    = (a passes + b tokens + c prompt tokens) (1 + s x part of the time in which the trainer worked)
-    trainer    forward_backward_s of a step = (r rows + t computed tokens) (1 + u x part of the time in which an engine worked)
+    trainer    forward_backward_s of a step = (r rows + t computed tokens) (1 + u x part of the trainer's time in which an engine worked)
     policies   stage_s and pause_s of each swap, publish_s and publish_async_s of each step
     scores     seconds of each reward call (spans), else busy seconds over calls
     rollouts   tokens of each, likeness of siblings, rewards and turns, by the ledger
 
 Coefficients are least squares, none below 0; s and u are searched from 0 to 3. The first step is left out: a fresh process compiles.
+
+One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
+coefficients of engine and trainer are fitted to all runs together; policies, scores and rollouts are those of the first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,77 +38,79 @@ _ONE_BURST_S = 0.01
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 
 
-def world_of_run(config: Config, run_folder: Path, *, until_s: float = math.inf) -> World:
-    """Return the world of a run for a config, as it was known at `until_s` (Unix seconds).
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """What one run has recorded."""
 
-    Raises `DataError` where the run's journal or ledger has too little to learn from.
+    folder: Path
+    journal: RunJournal
+    rollouts: RunRollouts
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps but the first."""
+        return self.journal.steps[1:]
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Tokens of a trained sample that it did not sample itself."""
+        others = sum(step["num_tokens"] - step["num_trained_tokens"] for step in self.steps)
+        return max(1.0, others / max(1, sum(step["num_samples"] for step in self.steps)))
+
+
+def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float = math.inf) -> World:
+    """Return the world of one or several runs for a config, as it was known at `until_s` (Unix seconds).
+
+    The first run tells what rollouts and scores are like, all of them how fast engine and trainer are. Raises `DataError` where the journal
+    or the ledger of one has too little to learn from.
     """
-    journal, rollouts = read_journal(run_folder, until_s), read_ledger(run_folder, until_s)
-    if len(journal.steps) < 2 or not rollouts.lengths:
-        raise DataError(
-            f"{run_folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
-            " trained at least 2 steps"
-        )
-    steps = journal.steps[1:]
-    prompt_tokens = _prompt_tokens(steps)
-    engine, beside_trainer, beside_engine = _engine(journal, rollouts, prompt_tokens=prompt_tokens, lengths=rollouts.lengths)
-    trainer, slowed = _trainer(journal, steps, rollouts, num_engines=len(journal.loads))
+    runs = [_read(folder, until_s) for folder in run_folders]
+    first, *_ = runs
+    engine, beside_trainer, beside_engine = _engine(runs)
+    trainer, slowed = _trainer(runs)
     slowdowns = {"engine/trainer": beside_trainer, "engine/engine": beside_engine, "trainer/engine": slowed}
-    lengths = list(rollouts.lengths.values())
-    mean, spread = _rewards(rollouts)
-    origin = f"run {run_folder.name}"
+    mean, spread = _rewards(first.rollouts)
+    origin, speeds = f"run {first.folder.name}", " and ".join(f"run {run.folder.name}" for run in runs)
     return World(
         engine=engine,
         trainer=trainer,
-        sync=_sync(journal, steps),
-        scoring=_scoring(journal, rollouts),
-        admit_s=_admit_s(rollouts),
-        prompt_tokens=fixed(prompt_tokens),
-        lengths=recorded(lengths),
-        likeness=_likeness(rollouts.lengths),
+        sync=_sync(first.journal, first.steps),
+        scoring=_scoring(first.journal, first.rollouts),
+        admit_s=_admit_s(first.rollouts),
+        prompt_tokens=fixed(first.prompt_tokens),
+        lengths=recorded(list(first.rollouts.lengths.values())),
+        likeness=_likeness(first.rollouts.lengths),
         reward_mean=mean,
         reward_spread=spread,
         slowdowns={key: value for key, value in slowdowns.items() if value > 0},
-        origins=dict.fromkeys(("engine", "trainer", "sync", "scoring", "lengths", "rewards"), origin),
+        origins={**dict.fromkeys(("engine", "trainer"), speeds), **dict.fromkeys(("sync", "scoring", "lengths", "rewards"), origin)},
     )
+
+
+def _read(folder: Path, until_s: float) -> _Run:
+    journal, rollouts = read_journal(folder, until_s), read_ledger(folder, until_s)
+    if len(journal.steps) < 2 or not rollouts.lengths:
+        raise DataError(
+            f"{folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
+            " trained at least 2 steps"
+        )
+    return _Run(folder, journal, rollouts)
 
 
 # --- engines ---
 
 
-def _engine(
-    journal: RunJournal, rollouts: RunRollouts, *, prompt_tokens: float, lengths: dict[str, int]
-) -> tuple[EngineWorld, float, float]:
+def _engine(runs: Sequence[_Run]) -> tuple[EngineWorld, float, float]:
     """Return an engine, and how much longer a pass lasts beside the trainer and beside one other engine."""
-    first_s = journal.steps[0]["t"]
-    rows: list[tuple[float, float, float, float, float, float]] = []
-    for engine_id, loads in journal.loads.items():
-        asked = np.array([t for t, _ in rollouts.issued.get(engine_id, [])])
-        groups = [group for _, group in rollouts.issued.get(engine_id, [])]
-        pauses = [(swap["t"], swap["pause_s"]) for swap in journal.swaps if swap["engine_id"] == engine_id]
-        for before, after in itertools.pairwise(loads):
-            num_passes, start, end = after["num_steps"] - before["num_steps"], before["t"], after["t"]
-            if num_passes < 3 or start < first_s:
-                continue
-            busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(s for t, s in pauses if start < t <= end)
-            low, high = np.searchsorted(asked, (start, end))
-            num_prompts = len(set(groups[low:high]))
-            prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, 8.0)  # half a block of siblings
-            own = [
-                (max(start, since), min(end, until)) for since, until in journal.passes.get(engine_id, ()) if since < end and until > start
-            ]
-            own = own or [(start, end)]
-            beside = _overlap(journal.work, own)
-            others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
-            rows.append((busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), beside, others))
-    if len(rows) < 3:
+    table = np.array([row for run in runs for row in _reports(run)])
+    if len(table) < 3:
         raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
-    table = np.array(rows)
     coefficients, (beside_trainer, beside_engine) = _fit(table[:, 0], table[:, 1:4], table[:, 4:6])
     a, b, c = (float(one) for one in coefficients)
     kv = [
-        load["num_running"] * (prompt_tokens + statistics.fmean(lengths.values()) / 2) / load["kv_used"]
-        for loads in journal.loads.values()
+        load["num_running"] * (run.prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
+        for run in runs
+        for loads in run.journal.loads.values()
         for load in loads
         if (load.get("kv_used") or 0) > 0.05 and load["num_running"]
     ]
@@ -116,17 +122,40 @@ def _engine(
     return world, beside_trainer, beside_engine
 
 
+def _reports(run: _Run) -> Iterator[tuple[float, float, float, float, float, float]]:
+    """Yield what lies between two reports of an engine.
+
+    Each is (seconds with sequences, passes, sampled tokens, prompt tokens, part of them beside the trainer, other engines beside them).
+    """
+    journal = run.journal
+    first_s = journal.steps[0]["t"]
+    for engine_id, loads in journal.loads.items():
+        asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
+        groups = [group for _, group in run.rollouts.issued.get(engine_id, [])]
+        swaps = [swap for swap in journal.swaps if swap["engine_id"] == engine_id]
+        for before, after in itertools.pairwise(loads):
+            num_passes, start, end = after["num_steps"] - before["num_steps"], before["t"], after["t"]
+            if num_passes < 3 or start < first_s:
+                continue
+            busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(swap["pause_s"] for swap in swaps if start < swap["t"] <= end)
+            low, high = np.searchsorted(asked, (start, end))
+            num_prompts = len(set(groups[low:high]))
+            prompts = num_prompts * run.prompt_tokens + (high - low - num_prompts) * min(run.prompt_tokens, 8.0)  # half a block of siblings
+            prompts += sum(swap["num_recomputed_tokens"] for swap in swaps if start < swap["t"] <= end)
+            own = _within(journal.passes.get(engine_id, ()), start, end) or [(start, end)]
+            beside = _overlap(journal.work, own)
+            others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
+            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), beside, others
+
+
+def _within(spans: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    return [(max(start, since), min(end, until)) for since, until in spans if since < end and until > start]
+
+
 def _overlap(work: Sequence[tuple[float, float]], stretches: Sequence[tuple[float, float]]) -> float:
     """Return the part of some stretches that spans cover."""
     covered_s = sum(max(0.0, min(end, until) - max(start, since)) for start, end in stretches for since, until in work)
     return covered_s / sum(end - start for start, end in stretches)
-
-
-def _busy(loads: list[dict[str, Any]], start: float, end: float) -> float:
-    """Return the part of a stretch in which an engine had sequences."""
-    t = [load["t"] for load in loads]
-    idle = np.interp((start, end), t, [load["idle_s"] for load in loads])
-    return float(min(1.0, max(0.0, 1 - (idle[1] - idle[0]) / (end - start))))
 
 
 def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[Numbers, tuple[float, ...]]:
@@ -161,30 +190,36 @@ def _least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
 # --- the others ---
 
 
-def _trainer(journal: RunJournal, steps: list[dict[str, Any]], rollouts: RunRollouts, *, num_engines: int) -> tuple[TrainerWorld, float]:
+def _trainer(runs: Sequence[_Run]) -> tuple[TrainerWorld, float]:
     """Return the trainer, and how much longer it works beside one engine."""
-    rows: list[tuple[float, float, float, float]] = []
-    rest_s: list[float] = []
-    for before, after in itertools.pairwise(journal.steps):
-        seconds = after["trainer"].get("forward_backward_s")
-        if seconds is None or after["t"] <= before["t"]:
-            continue
-        busy = sum(_busy(loads, before["t"], after["t"]) for loads in journal.loads.values()) if num_engines else 0.0
-        rows.append((seconds, rollouts.rows.get(after["step"], 1), _num_computed(after, rollouts), busy))
-        apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
-        rest_s.append(after["t"] - before["t"] - apart)
-    if not rows:
+    table = np.array([row for run in runs for row in _steps(run)])
+    if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    table = np.array(rows)
-    coefficients, (slowed,) = _fit(table[:, 0], table[:, 1:3], table[:, 3:])
-    saved = [seconds for step in steps if (seconds := step["trainer"].get("checkpoint_s"))]
+    coefficients, (slowed,) = _fit(table[:, 0], table[:, 1:3], table[:, 3:4])
+    saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
         row_s=float(coefficients[0]),
         token_s=float(coefficients[1]),
-        step_s=max(0.0, statistics.fmean(rest_s)) / (1 + slowed * float(table[:, 3].mean())),
+        step_s=max(0.0, float(table[:, 4].mean())) / (1 + slowed * float(table[:, 3].mean())),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, slowed
+
+
+def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float]]:
+    """Yield what each step but the first took.
+
+    Each is (forward and backward seconds, rows, computed tokens, engines that worked beside the trainer, seconds of the rest).
+    """
+    for before, after in itertools.pairwise(run.journal.steps):
+        seconds = after["trainer"].get("forward_backward_s")
+        if seconds is None or after["t"] <= before["t"]:
+            continue
+        work = _within(run.journal.work, before["t"], after["t"])
+        beside = sum(_overlap(passes, work) for passes in run.journal.passes.values()) if work else 0.0
+        apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
+        num_rows = run.rollouts.rows.get(after["step"], 1)
+        yield seconds, num_rows, _num_computed(after, run.rollouts), beside, after["t"] - before["t"] - apart
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts) -> float:
@@ -235,12 +270,6 @@ def _scoring(journal: RunJournal, rollouts: RunRollouts) -> ScoringWorld:
         prm_token_s=prm.get("busy_s", 0.0) / num_prm_tokens if num_prm_tokens else 0.0,
         hopeless_fraction=rollouts.num_hopeless / max(1, rollouts.num_scored),
     )
-
-
-def _prompt_tokens(steps: list[dict[str, Any]]) -> float:
-    """Return the tokens of a trained sample that it did not sample itself."""
-    others = sum(step["num_tokens"] - step["num_trained_tokens"] for step in steps)
-    return max(1.0, others / max(1, sum(step["num_samples"] for step in steps)))
 
 
 def _rewards(rollouts: RunRollouts) -> tuple[float, float]:

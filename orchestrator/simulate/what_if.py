@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.world import World
 from pipelinerl.config import Config, Mode
@@ -38,7 +38,7 @@ def foretell(run_folder: Path, *, budget_s: float = BUDGET_S) -> WhatIfs:
     """Return what single changes would have made of a run. Raises `DataError` where the run tells too little to learn from."""
     ends_s = _step_ends_s(run_folder)
     config = _as_far(load_run(run_folder), num_steps=len(ends_s))
-    world = world_of_run(config, run_folder)
+    world = world_of_runs(config, [run_folder])
     until_s = time.process_time() + budget_s
     usual_s = _seconds(config, world)
     tried: list[WhatIf] = []
@@ -105,7 +105,7 @@ def _held_out_error(config: Config, run_folder: Path, ends_s: list[float]) -> fl
         return None
     half = len(ends_s) // 2
     try:
-        world = world_of_run(config, run_folder, until_s=ends_s[half - 1])
+        world = world_of_runs(config, [run_folder], until_s=ends_s[half - 1])
     except PipelineError:
         return None
     simulated = simulate(config, world).totals.step_ends_s

@@ -34,7 +34,7 @@ MODES: Mapping[str, tuple[str, ...]] = {
     name: (f"pipeline.mode={mode}", f"pipeline.placement={placement}")
     for name, mode, placement in (
         ("sync", Mode.SYNC, Placement.APART),
-        ("colocated", Mode.STREAMING, Placement.COLOCATED),  # not last: the others are foretold from the last run but their own
+        ("colocated", Mode.STREAMING, Placement.COLOCATED),  # not last: of the others, the last one's rollouts are taken
         ("one_step_off", Mode.ONE_STEP_OFF, Placement.APART),
         ("streaming", Mode.STREAMING, Placement.APART),
     )
@@ -139,12 +139,12 @@ def _words(following: FollowedRun) -> str:
 
 
 def _told(mode: str, tables: dict[str, Tables], *, reward: float) -> ModeRun:
-    """Return what a mode came to, and what is foretold of it from the last run of another mode."""
-    like = next(other for other in reversed(tables) if other != mode)
-    own, why = tables[mode], f"from {like}"
+    """Return what a mode came to, and what is foretold of it from the runs of the others."""
+    own, others = tables[mode], [other for other in reversed(tables) if other != mode]
+    why = f"from {' and '.join(others)}"
     foretold = ModeFigures()
     try:
-        simulated = _simulated(own, like=tables[like])
+        simulated = _simulated(own, like=[tables[other] for other in others])
     except DataError as error:
         why = f"not foretold: {error}"
     else:
@@ -156,9 +156,9 @@ def _told(mode: str, tables: dict[str, Tables], *, reward: float) -> ModeRun:
     return ModeRun(mode=mode, run_folder=str(own.folder), num_steps=len(own.steps), measured=measured, foretold=foretold, foretold_from=why)
 
 
-def _simulated(own: Tables, *, like: Tables) -> dict[str, Any]:
-    """Return the figures of a run as the simulator foretells them from another. Raises `DataError` where that tells too little."""
-    words = (str(own.folder), f"trainer.steps={len(own.steps)}", f"--like={like.folder}", "--no-journal", "--json")
+def _simulated(own: Tables, *, like: Sequence[Tables]) -> dict[str, Any]:
+    """Return the figures of a run as the simulator foretells them from others. Raises `DataError` where these tell too little."""
+    words = (str(own.folder), f"trainer.steps={len(own.steps)}", *(f"--like={one.folder}" for one in like), "--no-journal", "--json")
     done = subprocess.run([sys.executable, "-m", "orchestrator.simulate", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise DataError((done.stderr.strip().splitlines() or ["the simulator failed"])[-1])

@@ -17,7 +17,12 @@ PANEL = "Train"
 def simulate(
     config: Annotated[Path, typer.Argument(help="TOML file, or the folder of a run to learn from", show_default=False)],
     overrides: Overrides = None,
-    like: Annotated[Path | None, typer.Option(metavar="RUN", help="learn how long everything takes from this run's journal")] = None,
+    like: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN", help="learn how long everything takes from this run's journal; of several, rollouts are the first one's"
+        ),
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="or take it from the arithmetic of `pipelinerl plan`: a100, h100, ...")] = None,
     given: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a value to assume, for example score_s=2 or mean_tokens=900")
@@ -46,7 +51,8 @@ def simulate(
     `view`, `compare` and `watch` read it as any other. Printed are tokens per second, staleness, who waited how long, and for each figure
     the assumption on which it hangs most. docs/simulator.md has the formulas.
     """
-    options = [f"--{name}={value}" for name, value in (("like", like), ("gpu", gpu), ("out", out)) if value is not None]
+    options = [f"--{name}={value}" for name, value in (("gpu", gpu), ("out", out)) if value is not None]
+    options += [f"--like={run}" for run in like or ()]
     options += [f"--set={setting}" for setting in given or ()] + [f"--fault={setting}" for setting in fault or ()]
     options += ["--no-journal"] * no_journal + ["--json"] * as_json
     exit_as("orchestrator.simulate", config, *(overrides or []), *options, f"--seed={seed}", f"--limit-s={limit_s}")

@@ -6,7 +6,7 @@
 
 Both begin with a warm-started model and have real engines, a core for the engine and one for the trainer (`beside/ours.toml`; tasks are
 those of `peers.py`, whose warm starts are used where they are there). Each figure is measured, and beside it is what the simulator
-foretells of that mode from the run of another one. Every mode runs once, so small differences between modes are chance.
+foretells of that mode from the runs of the others. Every mode runs once, so small differences between modes are chance.
 """
 
 from __future__ import annotations

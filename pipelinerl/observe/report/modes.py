@@ -61,7 +61,7 @@ class ModeRun:
     measured: ModeFigures
     foretold: ModeFigures
     foretold_from: str
-    """The mode whose run the simulator has learned from; or why it foretells nothing."""
+    """The modes whose runs the simulator has learned from; or why it foretells nothing."""
 
 
 def common_reward(all_tables: Mapping[str, Tables]) -> float:
@@ -95,7 +95,7 @@ def table_of(runs: Sequence[ModeRun], *, reward: float) -> Table:
     for name, (words, write) in WORDS.items():
         rows.append([words.format(reward=reward), *(_cell(run, name, write) for run in runs)])
     why = "; ".join(f"{run.mode} {run.foretold_from}" for run in runs)
-    note = f"In brackets: what the simulator foretells of it, fitted to another mode's run ({why})."
+    note = f"In brackets: what the simulator foretells of it, fitted to the runs of the others ({why})."
     return Table(name="modes", headings=("", *(run.mode for run in runs)), kinds=("name",), rows=rows, note=note)
 
 

@@ -1,7 +1,7 @@
 """Live runs on this machine that were foretold: drawn by seed, forecast, committed, and only then run.
 
     draw       eight cases over engines, staleness, group sizes, long-tailed lengths, slow rewards, a PRM and an environment
-    calibrate  one run of other settings for each number of engines and kind of case that was drawn: what forecasts learn from
+    calibrate  two runs of other settings for each number of engines and kind of case that was drawn: what forecasts learn from
     forecast   simulate every case, and write the figures beside the hash of the code that made them
     run        the cases live, one after another; every try is kept, also one that failed
     table      forecast, live and error of every try
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.draws import Distribution
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
@@ -114,11 +114,17 @@ def settings_of(case: dict[str, Any]) -> list[str]:
 
 
 def calibrate(engines: int, kind: str) -> None:
-    """Make the run that forecasts of such cases learn from; it is none of them."""
-    like = "plain" if kind == "slow rewards" else kind
-    case = {"kind": like, "engines": engines, "staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "reward_s": 0.0}
-    if not (FOLDER / _like(engines, kind)).exists():
-        _live(case).rename(FOLDER / _like(engines, kind))
+    """Make the runs that forecasts of such cases learn from; none of them is a case.
+
+    In the one engines are always full and the trainer is beside them. In the other answers are short, few sequences are left at the end of
+    a batch, and the trainer works alone.
+    """
+    streaming, sync = _like(engines, kind)
+    case = {"kind": _learned(kind), "engines": engines, "staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "reward_s": 0.0}
+    if not streaming.exists():
+        _live(case).rename(streaming)
+    if not sync.exists():
+        _live({**case, "max_tokens": 24}, "pipeline.mode=sync").rename(sync)
 
 
 def forecast() -> None:
@@ -133,7 +139,7 @@ def forecast() -> None:
 
 def _forecast(case: dict[str, Any]) -> dict[str, float]:
     config = _config(case)
-    world = world_of_run(config, FOLDER / _like(case["engines"], case["kind"]))
+    world = world_of_runs(config, _like(case["engines"], case["kind"]))
     if case["reward_s"]:
         calls = Distribution(kind="uniform", low=0.5 * case["reward_s"], high=1.5 * case["reward_s"])  # see `plugins.reward`
         world = dataclasses.replace(world, scoring=dataclasses.replace(world.scoring, score_s=calls))
@@ -208,8 +214,14 @@ def _refuse_unless_foretold() -> None:
         sys.exit(f"{path} is not committed: what is foretold must be written down before it is run")
 
 
-def _like(engines: int, kind: str) -> str:
-    return f"like-{engines}-{'plain' if kind == 'slow rewards' else kind}"
+def _learned(kind: str) -> str:
+    """Return the kind of run that a kind of case is learned from: how slow its rewards are is told, not learned."""
+    return "plain" if kind == "slow rewards" else kind
+
+
+def _like(engines: int, kind: str) -> list[Path]:
+    name = f"like-{engines}-{_learned(kind)}"
+    return [FOLDER / name, FOLDER / f"{name}-sync"]
 
 
 def _config(case: dict[str, Any]) -> Any:
@@ -217,7 +229,7 @@ def _config(case: dict[str, Any]) -> Any:
     return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
 
 
-def _live(case: dict[str, Any]) -> Path:
+def _live(case: dict[str, Any], *overrides: str) -> Path:
     """Run a case, and return its folder. Raises `CalledProcessError` where it fails."""
     if case["kind"] == "prm" and not (FOLDER / "prm").exists():
         from tests.tiny_models import make_prm
@@ -226,7 +238,7 @@ def _live(case: dict[str, Any]) -> Path:
     settings = prepare(FOLDER / "live")
     settings.write_text(settings.read_text().partition("[evaluation]")[0])
     before = set((FOLDER / "live").glob("demo-*/"))
-    subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case)], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case), *overrides], check=True, cwd=ROOT)
     (folder,) = (path for path in set((FOLDER / "live").glob("demo-*/")) - before if (path / "journal").is_dir())
     load_run(folder)
     return folder

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import _admit_s, _num_computed, world_of_run
-from orchestrator.simulate.recorded import RunRollouts, read_ledger
+from orchestrator.simulate.calibrated import _admit_s, _num_computed, _Run, _steps, world_of_runs
+from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_ledger
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.world import World
 from pipelinerl.errors import DataError
@@ -19,12 +19,15 @@ from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory
 from pipelinerl.observe.journal import Journal
 from tests.orchestrator.simulate.worlds import config
 
-PASS_S, SEQUENCE_S, ROW_S, TOKEN_S, SLOWER = 0.010, 0.0004, 0.03, 2e-5, 0.5
+PASS_S, SEQUENCE_S, PREFILL_S, ROW_S, TOKEN_S, SLOWER = 0.010, 0.0004, 1e-4, 0.03, 2e-5, 0.5
 NUM_STEPS, PROMPT = 12, 6
 
 
-def write_run(folder: Path) -> None:
-    """One engine and a trainer that works every other second: then a pass takes 1.5 times as long."""
+def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed: int = 0) -> None:
+    """One engine and a trainer that works every other second: then a pass takes 1.5 times as long.
+
+    The engine has between `sequences[0]` and `sequences[1]` - 1 of them, and computes so many tokens anew at each swap.
+    """
     now = [1000.0]
     chance = np.random.default_rng(0)
     engine = Journal(folder, "engine-0", clock=lambda: now[0])
@@ -34,9 +37,10 @@ def write_run(folder: Path) -> None:
     passes = tokens = busy_s = 0.0
     for second in range(2 * NUM_STEPS + 4):
         is_working = second % 2 == 1
-        num = int(chance.integers(2, 30))
-        done = round(0.8 / ((PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working)))
-        spent_s = done * (PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working)
+        num = int(chance.integers(*sequences))
+        anew_s = PREFILL_S * recomputed * is_working
+        done = round((0.8 - anew_s) / ((PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working)))
+        spent_s = done * (PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working) + anew_s * (1 + SLOWER * is_working)
         now[0] += 1.0
         passes, tokens, busy_s = passes + done, tokens + done * num, busy_s + spent_s
         idle_s = second + 1 - busy_s
@@ -44,7 +48,7 @@ def write_run(folder: Path) -> None:
         engine.span("engine-0", "forward", start=now[0] - 1.0, end=now[0] - 0.2)
         if is_working:
             trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0] - 0.2)
-            write_step(run, ledger, step=second // 2, chance=chance, now_s=now[0] - 1000)
+            write_step(run, ledger, step=second // 2, chance=chance, now_s=now[0] - 1000, recomputed=recomputed)
         scorer.span("scorer-0/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.25)
         scorer.span("scorer-0/reply/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.375)
     for journal in (engine, trainer, scorer, run):
@@ -53,7 +57,7 @@ def write_run(folder: Path) -> None:
     ledger.close()
 
 
-def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Generator, now_s: float) -> None:
+def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Generator, now_s: float, recomputed: int) -> None:
     lengths = [max(1, int(chance.integers(4, 9)) * (1 + 3 * (step % 2))) for _ in range(2)]
     prompt = Prompt(prompt_id=f"0:{step}", text="", token_ids=np.ones(PROMPT, np.int32))
     names = ledger.admit(step, prompt, group_size=2, position=(0, step), now_s=now_s)
@@ -83,7 +87,7 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
     seconds = ROW_S * num_rows + TOKEN_S * num_computed
     trained = {"forward_backward_s": seconds, "optimizer_s": 0.02, "publish_async_s": 0.02, "publish_s": 0.01, "wait_s": 1.92 - seconds}
     stage_s = 0.04 if step % 3 else 0.001
-    run.write("swap", engine_id=0, version=step + 1, stage_s=stage_s, pause_s=0.003, num_running=step % 3, num_recomputed_tokens=0)
+    run.write("swap", engine_id=0, version=step + 1, stage_s=stage_s, pause_s=0.003, num_running=step % 3, num_recomputed_tokens=recomputed)
     run.write("step", step=step, num_tokens=num_tokens, num_trained_tokens=num_tokens - 2 * PROMPT, num_samples=2, trainer=trained)
 
 
@@ -91,7 +95,7 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
 def learned(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("learned") / "run"
     write_run(folder)
-    return world_of_run(config(), folder)
+    return world_of_runs(config(), [folder])
 
 
 def test_seconds_of_passes_come_back(learned: World):
@@ -103,6 +107,46 @@ def test_seconds_of_passes_come_back(learned: World):
 def test_so_does_what_the_trainer_costs_the_engine(learned: World):
     assert learned.slowdowns["engine/trainer"] == pytest.approx(SLOWER, abs=0.051)
     assert "engine/engine" not in learned.slowdowns, "one engine says nothing of two"
+
+
+def test_tokens_that_are_computed_anew_cost_what_those_of_prompts_do(tmp_path: Path):
+    write_run(tmp_path / "anew", recomputed=1000)
+    found = world_of_runs(config(), [tmp_path / "anew"]).engine
+    assert found.prefill_token_s == pytest.approx(PREFILL_S, rel=0.15)
+    assert found.pass_s[0][1] == pytest.approx(PASS_S, rel=0.05), "and no pass is blamed for them"
+
+
+def test_runs_together_tell_what_each_alone_cannot(tmp_path: Path):
+    """An engine that always has four sequences, or always 24, tells not what one of them adds to a pass."""
+    folders = [tmp_path / "four", tmp_path / "many"]
+    for folder, num in zip(folders, (4, 24), strict=True):
+        write_run(folder, sequences=(num, num + 1))
+    alone = [world_of_runs(config(), [folder]).engine.pass_s for folder in folders]
+    (_, none), (_, one) = world_of_runs(config(), folders).engine.pass_s
+    assert (none, one - none) == pytest.approx((PASS_S, SEQUENCE_S), rel=0.05)
+    assert all(abs(pass_s[0][1] / PASS_S - 1) > 0.1 for pass_s in alone)
+
+
+def test_the_first_of_several_runs_tells_what_rollouts_are_like(learned: World, tmp_path: Path):
+    write_run(tmp_path / "other")
+    together = world_of_runs(config(), [tmp_path / "other", tmp_path / "other"])
+    assert together.lengths == learned.lengths, "the same rollouts, once"
+    assert (together.origins["lengths"], together.origins["trainer"]) == ("run other", "run other and run other")
+
+
+@pytest.mark.parametrize(("passes", "beside"), [((11.0, 13.0), 0.0), ((10.5, 13.0), 0.5), ((9.0, 11.0), 1.0)])
+def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[float, float], beside: float):
+    """In turns an engine works in most of a step, and in none of the trainer's part of it."""
+    journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
+    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": []}
+    rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
+    ((seconds, rows, _, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
+    assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
+
+
+def one_step(*, step: int, t: float) -> dict[str, Any]:
+    trained = {"forward_backward_s": 0.9, "wait_s": 3.0}
+    return {"step": step, "t": t, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1112, "trainer": trained}
 
 
 def test_seconds_of_rows_and_tokens_are_told_apart(learned: World):
@@ -153,9 +197,9 @@ def test_what_was_learned_simulates(learned: World):
 def test_a_run_that_tells_too_little_is_refused_by_name(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     with pytest.raises(DataError, match="no ledger at"):
-        world_of_run(config(), tmp_path)
+        world_of_runs(config(), [tmp_path])
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.begin({}, now_s=0.0, unix_s=0.0)
     ledger.close()
     with pytest.raises(DataError, match="trained at least 2 steps"):
-        world_of_run(config(), tmp_path)
+        world_of_runs(config(), [tmp_path])

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.simulate.calibrated import world_of_run
+from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.recorded import read_journal
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.what_if import foretell
@@ -38,7 +38,7 @@ def foretold(run_folder: Path) -> WhatIfs:
 
 
 def seconds(settings: Config, run_folder: Path) -> float:
-    ends_s = simulate(settings, world_of_run(settings, run_folder)).totals.step_ends_s
+    ends_s = simulate(settings, world_of_runs(settings, [run_folder])).totals.step_ends_s
     return ends_s[-1] - ends_s[0]
 
 
@@ -61,13 +61,13 @@ def test_what_two_engines_share_is_not_known_of_one_and_that_is_said(foretold: W
 def test_the_error_is_that_of_the_half_it_was_not_fitted_to(run_folder: Path, foretold: WhatIfs):
     half = STEPS // 2
     settings = config(engine={"kind": "fake", "count": 1, "max_running": 4}, trainer={"steps": STEPS})
-    known = world_of_run(settings, run_folder, until_s=1000.0 + 2 * half)
+    known = world_of_runs(settings, [run_folder], until_s=1000.0 + 2 * half)
     ends_s = simulate(settings, known).totals.step_ends_s
     assert foretold.held_out_error == pytest.approx((ends_s[-1] - ends_s[half - 1]) / (2.0 * (STEPS - half)) - 1)
 
 
 def test_nothing_later_is_read_for_it(run_folder: Path):
-    whole, half = (world_of_run(SETTINGS, run_folder, until_s=until_s) for until_s in (float("inf"), 1014.0))
+    whole, half = (world_of_runs(SETTINGS, [run_folder], until_s=until_s) for until_s in (float("inf"), 1014.0))
     assert len(whole.lengths.recorded) == 2 * STEPS
     assert len(half.lengths.recorded) == 14
     journal = read_journal(run_folder, 1014.0)
