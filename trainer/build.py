@@ -110,6 +110,11 @@ def divergence_mix(method: Method) -> float | None:
     return next((float(rule.options["mix"] or 0.0) for _, rule, spec in specs_of(method) if Need.DIVERGENCE in spec.needs), None)
 
 
+def image_processor_of(config: Config) -> ImageProcessor | None:
+    """Give the image processor of the model's folder; None for a model that takes no images. Raises `ConfigError`."""
+    return ImageProcessor(config.model.path) if takes_images(config.model.path) else None
+
+
 def adapters_of(config: Config) -> Adapters | None:
     """Give the adapters that are trained in place of all weights; None where all weights are."""
     section = config.lora
@@ -149,7 +154,7 @@ def build_step(
         critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
         replay_routing=config.model.replay_routing,
         controllers=controllers,
-        image_processor=ImageProcessor(config.model.path) if takes_images(config.model.path) else None,
+        image_processor=image_processor_of(config),
         sft_stream=_sft_stream(config, backend=backend, replicas=replicas),
     )
 
@@ -244,7 +249,14 @@ def _sft_stream(config: Config, *, backend: Backend[Outputs], replicas: Replicas
     if not section.coef:
         return None
     demonstrations = Demonstrations(config, beside_rl=True)
-    return SftStream(demonstrations, backend=backend, replicas=replicas, max_tokens=config.batch.max_tokens, coef=section.coef)
+    return SftStream(
+        demonstrations,
+        backend=backend,
+        replicas=replicas,
+        max_tokens=config.batch.max_tokens,
+        coef=section.coef,
+        image_processor=image_processor_of(config),
+    )
 
 
 def _reference(config: Config, *, policy: Model, method: Method, replicas: Replicas) -> Reference | Teachers | None:

@@ -23,7 +23,7 @@ from pipelinerl.errors import CheckpointDamaged, ConfigError
 from pipelinerl.messages import CheckpointFailed
 from pipelinerl.storage.checkpoint_folder import Manifest, complete, read_manifest
 from trainer.backend import Backend, Outputs
-from trainer.build import Trained, build_sft, state_of
+from trainer.build import Trained, build_sft, image_processor_of, state_of
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.model_folder import refuse_to_replace, save_model
 from trainer.data.demonstrations import Demonstrations
@@ -76,7 +76,7 @@ def train_sft(config: Config, *, on_progress: Callable[[SftProgress], None] = la
         at_end.callback(replicas.close)
         tuned = build_sft(config, replicas=replicas)
         backend = Backend(tuned.model, optimizer=tuned.optimizer, replicas=replicas, read=Outputs.of)
-        rows = SftRows(backend, replicas=replicas, max_tokens=config.batch.max_tokens)
+        rows = SftRows(backend, replicas=replicas, max_tokens=config.batch.max_tokens, image_processor=image_processor_of(config))
         folder = config.sft_output
         checkpoints = _Resumable(config, folder, tuned=tuned, replicas=replicas)
         first = checkpoints.restore()

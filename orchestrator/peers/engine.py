@@ -9,6 +9,7 @@ import numpy as np
 
 from orchestrator.rules.validation.completions import AnswerBounds, CompletionCheck
 from orchestrator.rules.validation.violations import Kind, Violation
+from pipelinerl.engine.held_images import ImagesSent
 from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Int32, Tokens
 
 UNKNOWN_SWAPS = 1 << 16
@@ -45,6 +46,8 @@ class Engine:
     """True where it keeps committing violations, or says that it has failed: its process is being replaced."""
     leaves_for: str = ""
     """The reason why it leaves the run, or is given up; empty while it stays. Its running sequences go on until it is dismissed."""
+    images: ImagesSent = dataclasses.field(default_factory=ImagesSent)
+    """The images that its process holds."""
     num_outstanding: int = 0
     """Rollouts it was asked for and has not answered."""
     load: EngineLoad | None = None

@@ -16,6 +16,7 @@ from orchestrator.peers.peers import Peers
 from orchestrator.rules.fenced import FencedRequests
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
+from pipelinerl.engine.held_images import ImagesSent
 from pipelinerl.messages import Cancel, Completion, Generate, Reattach, Tokens, Unread
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
@@ -70,8 +71,9 @@ class EngineRequests:
         is impossible. Without `refused`, `lost` is called in its place.
         """
         engine = self._engines[engine_id]
-        if not self._peers.send(engine.peer, request):
-            self._fenced[engine_id].add(*keys_of(request))  # it may come through all the same
+        if not self._peers.send(engine.peer, engine.images.stripped(request)):
+            engine.images = ImagesSent()  # it may come through, or not
+            self._fenced[engine_id].add(*keys_of(request))
             lost(engine_id)
             return
         oldest = engine.version if request.version is None else request.version

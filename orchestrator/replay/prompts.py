@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from orchestrator.data.encoder import encoder_of
@@ -48,6 +49,10 @@ def replay_prompts(source: Source, drawn: list[RecordedPrompt]) -> RedrawnPrompt
             differences.append(f"group {each.group_id}: prompt {each.prompt_id} -> {prompt.prompt_id}")
         elif each.prompt is not None and prompt.text != each.prompt.text:
             differences.append(f"prompt {each.prompt_id}: text {each.prompt.text[-60:]!r} -> {prompt.text[-60:]!r}")
+        elif each.prompt is not None and prompt.images != each.prompt.images:
+            pairs = enumerate(itertools.zip_longest(prompt.images, each.prompt.images))
+            numbers = [str(number) for number, (one, other) in pairs if one != other]
+            differences.append(f"prompt {each.prompt_id}: image {', '.join(numbers)} is another")
         elif each.prompt is not None and prompt.columns != each.prompt.columns:
             names = sorted(name for name in prompt.columns | each.prompt.columns if _differ(name, prompt.columns, each.prompt.columns))
             differences.append(f"prompt {each.prompt_id}: columns differ: {', '.join(names)}")

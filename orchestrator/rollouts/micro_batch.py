@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.data.expert_routes import joined
+from pipelinerl.data.images import each_once
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Finish, MicroBatch, Nodes, Prompt, Sample, Trajectory
+from pipelinerl.messages import Finish, MicroBatch, Nodes, Sample, Trajectory
 
 
 def micro_batch_of(samples: tuple[Sample, ...], *, step: int, index: int, teachers: Sequence[str] = (), loss: str = "") -> MicroBatch:
     """Lay samples end to end; without samples this is the zero-loss row. Raises `DataError` where a row names none of `teachers`."""
     trajectories = [sample.trajectory for sample in samples]
     prompts = [trajectory.prompt for trajectory in trajectories]
-    images, images_of = _images_of(prompts)
+    images, images_of = each_once([prompt.images for prompt in prompts])
     named = [teacher_of(prompt.columns, teachers, where=f"prompt {prompt.prompt_id}") for prompt in prompts if teachers]
     return MicroBatch(
         step=step,
@@ -47,13 +48,6 @@ def teacher_of(columns: Mapping[str, Any], teachers: Sequence[str], *, where: st
     if (name := columns.get("teacher")) not in teachers:
         raise DataError(f"{where}: column teacher is {name!r}, expected one of {', '.join(teachers)} (reference.teachers)")
     return tuple(teachers).index(str(name))
-
-
-def _images_of(prompts: Sequence[Prompt]) -> tuple[tuple[bytes, ...], tuple[tuple[int, ...], ...]]:
-    """Return every image once, and which of them each prompt has."""
-    numbers: dict[bytes, int] = {}
-    found = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in prompt.images) for prompt in prompts)
-    return tuple(numbers), found if numbers else ()
 
 
 def _nodes_of(trajectories: Sequence[Trajectory]) -> Nodes | None:

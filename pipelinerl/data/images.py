@@ -67,6 +67,13 @@ def _file(entry: Any, what: str) -> bytes:
     return entry
 
 
+def each_once(samples: Sequence[Images]) -> tuple[Images, tuple[tuple[int, ...], ...]]:
+    """Return the images of several samples, each once, and which of them each sample has; nothing at all where none has any."""
+    numbers: dict[bytes, int] = {}
+    found = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in images) for images in samples)
+    return tuple(numbers), found if numbers else ()
+
+
 def open_image(data: bytes, *, what: str = "an image") -> Image.Image:
     """Decode an image file, as red, green and blue. Raises `DataError`."""
     try:

@@ -103,7 +103,7 @@ class TextEncoder:
         `images` are those of the messages, in order.
         """
         if num_images(value) > len(images):
-            raise DataError("the messages have an image, and here they may have none: prompts of [data] and [evaluation] may, in RL alone")
+            raise DataError("the messages have an image, and here they may have none: rows of [data], [evaluation] and [sft] may")
         if images:
             assert self._image_processor is not None, "who reads images has a processor for them"
             processor = self._image_processor()

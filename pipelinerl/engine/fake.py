@@ -1,4 +1,4 @@
-"""A deterministic engine without a model: tokens follow from the prompt, the position and the version, by hashing.
+"""A deterministic engine without a model: tokens follow from the prompt with its images, the position and the version, by hashing.
 
 For rehearsals of a pipeline, and for tests and simulations that need many engines; it passes the same contract tests as the real one.
 """
@@ -46,7 +46,7 @@ class FakeEngine:
         room = self.limits.max_model_tokens - len(request.token_ids)
         if room <= 0 or len(request.token_ids) == 0:
             raise EngineError(f"prompt of {len(request.token_ids)} tokens; this engine serves 1 to {self.limits.max_model_tokens - 1}")
-        seed = zlib.crc32(request.token_ids.tobytes())
+        seed = zlib.crc32(b"".join(request.images), zlib.crc32(request.token_ids.tobytes()))
         uniform = (zlib.crc32(request.rollout_id.encode(), seed) + 1) / (2**32 + 1)
         length = 1 + int(-math.log(uniform) * self._mean_tokens)
         self._requests[request.rollout_id] = (request, seed, length)

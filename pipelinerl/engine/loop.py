@@ -24,9 +24,10 @@ import numpy as np
 
 from pipelinerl.engine.base import Engine, Sampled
 from pipelinerl.engine.columns import NO_ROW, Columns
+from pipelinerl.engine.held_images import ImagesHeld, check_images
 from pipelinerl.engine.nap import Nap
 from pipelinerl.engine.orders import Stager, Staging, age_of
-from pipelinerl.engine.stop_strings import Finder, StopStrings
+from pipelinerl.engine.stop_strings import Finder, RunningStops
 from pipelinerl.errors import EngineError, PipelineError, VersionNotHeld, WireError
 from pipelinerl.messages import (
     Cancel,
@@ -80,12 +81,11 @@ class EngineLoop:
         self._engine_id = engine_id
         self._stager = stager
         self._clock = clock
-        self._finder = finder
+        self._stops = RunningStops(finder)
+        self._images = ImagesHeld()
         self._running: dict[str, _Running] = {}
         self._columns = Columns()
         """What they sampled."""
-        self._stop_strings: dict[str, StopStrings] = {}
-        """Of those whose requests name any."""
         self._orphans: set[str] = set()
         """Running sequences of an orchestrator that is gone; the one after it has not said yet which it wants."""
         self._withheld: list[Completion] = []
@@ -156,7 +156,7 @@ class EngineLoop:
         """Take one message from the orchestrator. Repeated and outdated ones are harmless."""
         match message:
             case Generate():
-                self._submit(message)
+                self._submit(self._images.restored(message))
             case Cancel():
                 running = self._running.get(message.rollout_id)
                 if running is not None and running.request.attempt == message.attempt:
@@ -219,11 +219,9 @@ class EngineLoop:
             version=self.version,
             chunk_tokens=request.chunk_tokens,
         )
-        if self._finder is not None and request.sampling.stop:
-            self._stop_strings[request.rollout_id] = self._finder(request.token_ids.tolist(), request.sampling.stop)
         try:
-            if request.sampling.stop and self._finder is None:
-                raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
+            check_images(request)
+            self._stops.open(request)
             self._engine.submit(request, version=self.version, rollback_epoch=self.rollback_epoch)
         except VersionNotHeld:
             self._finish(request.rollout_id, Finish.NOT_HELD)
@@ -244,8 +242,10 @@ class EngineLoop:
             if rollout_id in self._running:
                 self._running[rollout_id].prompt_logprobs = logprobs
         finishes = {rollout_id: finish for rollout_id, finish in sampled.finishes.items() if rollout_id in self._running}
-        if self._stop_strings:
-            finishes |= self._ended_by_text(sampled)
+        for rollout_id in self._stops.ended(sampled):
+            if rollout_id not in finishes:
+                self._engine.cancel(rollout_id)
+            finishes[rollout_id] = Finish.STOP
         for rollout_id, finish in finishes.items():
             self._finish(rollout_id, finish, routes=sampled.routes.get(rollout_id))
         for rollout_id in self._columns.to_tell(rows):
@@ -259,17 +259,6 @@ class EngineLoop:
                 self._engine.cancel(rollout_id)
                 self._finish(rollout_id, Finish.CANCELLED)
 
-    def _ended_by_text(self, sampled: Sampled) -> dict[str, Finish]:
-        """The sequences in which a token completed a stop string: it is their last."""
-        ended = {}
-        for rollout_id, token_id in zip(sampled.rollout_ids, sampled.token_ids.tolist(), strict=True):
-            stop_strings = self._stop_strings.get(rollout_id)
-            if stop_strings is not None and stop_strings.end_in([token_id]) is not None:
-                ended[rollout_id] = Finish.STOP
-                if rollout_id not in sampled.finishes:
-                    self._engine.cancel(rollout_id)
-        return ended
-
     def _tell(self, rollout_id: str) -> None:
         """Tell what was sampled since it was told last. Nobody waits for an answer: a slow reader costs the loop nothing."""
         start, token_ids = self._columns.untold(rollout_id)
@@ -279,7 +268,7 @@ class EngineLoop:
     def _close(self, rollout_id: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Forget a sequence; its columns."""
         del self._running[rollout_id]
-        self._stop_strings.pop(rollout_id, None)
+        self._stops.close(rollout_id)
         return self._columns.close(rollout_id)
 
     def _finish(self, rollout_id: str, finish: Finish, *, error: str = "", routes: Routes | None = None) -> None:

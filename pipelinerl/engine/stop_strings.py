@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from pipelinerl.data.tokenizer import load_tokenizer
-from pipelinerl.errors import ConfigError
+from pipelinerl.engine.base import Sampled
+from pipelinerl.errors import ConfigError, EngineError
+from pipelinerl.messages import Generate
 
 Finder = Callable[[Sequence[int], Sequence[str]], "StopStrings"]
 """Makes the `StopStrings` of a request from its prompt's tokens and its strings."""
@@ -26,6 +28,35 @@ def finder_of(folder: Path) -> Finder:
     if not isinstance(backend, Tokenizer):
         raise ConfigError(f"rollout.stop: the tokenizer of {folder} cannot decode token by token: a tokenizer.json is needed")
     return lambda prompt, stop: StopStrings(backend, prompt=prompt, stop=stop)
+
+
+class RunningStops:
+    """The stop strings of the sequences that an engine runs."""
+
+    def __init__(self, finder: Finder | None) -> None:
+        """Without a `finder`, requests with stop strings are refused."""
+        self._finder = finder
+        self._found: dict[str, StopStrings] = {}
+        """Of those whose requests name any."""
+
+    def open(self, request: Generate) -> None:
+        """Begin with a sequence. Raises `EngineError` where it has stop strings that nobody can find."""
+        if not request.sampling.stop:
+            return
+        if self._finder is None:
+            raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
+        self._found[request.rollout_id] = self._finder(request.token_ids.tolist(), request.sampling.stop)
+
+    def close(self, rollout_id: str) -> None:
+        """Forget a sequence."""
+        self._found.pop(rollout_id, None)
+
+    def ended(self, sampled: Sampled) -> list[str]:
+        """Return the sequences in which a token completed a stop string: it is their last."""
+        if not self._found:
+            return []
+        pairs = zip(sampled.rollout_ids, sampled.token_ids.tolist(), strict=True)
+        return [name for name, token_id in pairs if name in self._found and self._found[name].end_in([token_id]) is not None]
 
 
 class StopStrings:

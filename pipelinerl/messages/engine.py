@@ -58,6 +58,9 @@ class Sampling(Message, frozen=True):
         return msgspec.structs.replace(self, structured_outputs=self.structured_outputs[number:] or self.structured_outputs[-1:])
 
 
+ImageDigest = Annotated[bytes, msgspec.Meta(max_length=16)]
+
+
 class Generate(Message, frozen=True):
     """Ask an engine for one completion."""
 
@@ -74,7 +77,13 @@ class Generate(Message, frozen=True):
     version: int | None = None
     """The version to sample under, of those that an engine serves side by side; None means the one it committed last."""
     images: Images = ()
-    """The images whose placeholders `token_ids` has, in their order."""
+    """The images whose placeholders `token_ids` has, in their order; on the wire, empty where the engine has it (`engine.held_images`)."""
+    image_digests: Annotated[tuple[ImageDigest, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Of `images`, on the wire alone."""
+
+    def __post_init__(self) -> None:
+        if self.image_digests and len(self.image_digests) != len(self.images):
+            raise ValueError(f"Generate of {self.rollout_id}: {len(self.image_digests)} digests for {len(self.images)} images")
 
 
 class Tokens(Message, frozen=True):

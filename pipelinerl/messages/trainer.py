@@ -149,6 +149,8 @@ class Demonstration(Message, frozen=True):
     """[L] int32, of prompt, completion and the token that ends it."""
     num_prompt: int
     """Tokens of the prompt, which have no loss."""
+    images: Images = ()
+    """Of the prompt, in the order of their placeholders."""
 
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt < len(self.token_ids):

@@ -172,12 +172,14 @@ def survive(
     step_rules: StepRules | None = None,
     script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None,
     replays: bool = False,
+    prompts: Callable[[int], Prompts] = Prompts,
 ) -> Survived:
     """Run to the end, whoever is killed on the way. Raises `TimeoutError` for a run that hangs. A `script` dies with the orchestrator, and
     begins again with the one that follows; with `replays` it is led through its calls.
     """
     chaos = Chaos(settings, folder, faults, world or peers.World(), network, checkpoint_every)
     chaos.group_advantages, chaos.step_rules, chaos.script, chaos.replays = group_advantages, step_rules, script, replays
+    chaos.prompts = prompts
 
     async def program() -> Survived:
         async with asyncio.timeout(limit_s):
@@ -200,6 +202,7 @@ class Chaos:
         self.step_rules: StepRules | None = None
         self.script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None
         self.replays = False
+        self.prompts: Callable[[int], Prompts] = Prompts
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
         self.chance = random.Random(faults.seed)
@@ -249,7 +252,7 @@ class Chaos:
                 scorer_hub=self.hubs[1],
                 trainer_hub=self.hubs[2],
                 gateway_hub=self.hubs[3],
-                source=Prompts(self.world.seed),
+                source=self.prompts(self.world.seed),
                 held_out=[],
                 group_advantages=self.group_advantages,
                 step_rules=self.step_rules,

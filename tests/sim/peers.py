@@ -203,9 +203,9 @@ class SimulatedEngine(FakeEngine):
         return recomputed
 
 
-def token(prompt: np.ndarray, *, position: int, version: int) -> int:
+def token(prompt: np.ndarray, *, position: int, version: int, images: bytes = b"") -> int:
     """What a simulated engine samples at a position (from 1) under a version: the formula of `FakeEngine`, written a second time."""
-    return (zlib.crc32(np.asarray(prompt, np.int32).tobytes()) + 7919 * position + 104729 * version) % 1000
+    return (zlib.crc32(np.asarray(prompt, np.int32).tobytes() + images) + 7919 * position + 104729 * version) % 1000
 
 
 def reply(token_ids: np.ndarray) -> list[int] | None:
@@ -601,7 +601,7 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
     record.losses[batch.step].add(batch.loss)
     record.longest_row = max(record.longest_row, len(batch.token_ids))
     start = 0
-    for rollout_id, length in zip(batch.rollout_ids, batch.lengths.tolist(), strict=True):
+    for place, (rollout_id, length) in enumerate(zip(batch.rollout_ids, batch.lengths.tolist(), strict=True)):
         part = slice(start, start + length)
         _note_sample(
             rollout_id,
@@ -610,6 +610,7 @@ def note(batch: MicroBatch, record: TrainerRecord) -> None:
             loss_mask=batch.loss_mask[part],
             versions=batch.versions[part],
             paths=_paths(batch, start=start, end=start + length),
+            images=b"".join(batch.images[number] for number in batch.images_of[place]) if batch.images_of else b"",
             record=record,
         )
         assert batch.engine_ids is not None
@@ -641,6 +642,7 @@ def _note_sample(
     loss_mask: np.ndarray,
     versions: np.ndarray,
     paths: list[list[tuple[int, int]]],
+    images: bytes,
     record: TrainerRecord,
 ) -> None:
     if rollout_id in record.trained:
@@ -653,7 +655,7 @@ def _note_sample(
         record.branching.append(rollout_id)
         record.turns[rollout_id] = sum(bool(loss_mask[path[-1][0]]) for path in paths)
     else:
-        is_right = _is_as_sampled(token_ids, loss_mask=loss_mask, versions=versions)
+        is_right = _is_as_sampled(token_ids, loss_mask=loss_mask, versions=versions, images=images)
         record.turns[rollout_id] = int(np.count_nonzero(np.diff(loss_mask, append=False) & loss_mask))
     if not rising or not is_right:
         record.mislabelled.append(rollout_id)
@@ -678,16 +680,15 @@ def _is_node_as_sampled(line: np.ndarray, own: tuple[int, int], token_ids: np.nd
     return token_ids[slice(*own)].tolist() == said
 
 
-def _is_as_sampled(token_ids: np.ndarray, *, loss_mask: np.ndarray, versions: np.ndarray) -> bool:
+def _is_as_sampled(token_ids: np.ndarray, *, loss_mask: np.ndarray, versions: np.ndarray, images: bytes) -> bool:
     """True where each turn is what an engine samples after all that was before it, and between two stands what the environment says."""
     borders = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).reshape(-1, 2).tolist()
     num_prompt = end = borders[0][0]
     for start, until in borders:
         if start > end and token_ids[end:start].tolist() != reply(token_ids[num_prompt:end]):
             return False
-        said = [
-            token(token_ids[:start], position=at, version=version) for at, version in enumerate(versions[start:until].tolist(), start=1)
-        ]
+        own = enumerate(versions[start:until].tolist(), start=1)
+        said = [token(token_ids[:start], position=at, version=version, images=images) for at, version in own]
         if token_ids[start:until].tolist() != said:
             return False
         end = until

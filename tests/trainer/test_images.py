@@ -12,13 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from pipelinerl.config.file import parse
+from pipelinerl.data.demonstrations import DemonstrationEncoder
 from pipelinerl.data.images import ImageProcessor, open_image
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.errors import ConfigError, DataError
 from pipelinerl.messages import MicroBatch
 from tests.images import png
-from tests.tiny_models import make_idefics3
-from tests.trainer.tiny import make_folder, make_model
+from tests.images import row as image_row
+from tests.tiny_models import make_idefics3, make_qwen2
+from tests.trainer.tiny import make_folder, make_model, make_step
+from trainer.data.sft_rows import SftRows
 from trainer.data.split import split_by_gradient
+from trainer.parallel.replicas import Replicas
 from trainer.rows.arrange import arrange
 from trainer.rows.images import images_of_row
 from trainer.rows.packed_row import PackedRow
@@ -131,7 +137,7 @@ def test_placeholders_that_do_not_match_the_images_name_their_rollout(folder: Pa
     wrong = msgspec.structs.replace(batch, images_of=((1,), (1, 2), (2,), (0, 1)))
     with pytest.raises(DataError, match=r"0/1: 20 placeholders for 2 images, expected 40"):
         images_of_row(wrong, processor=ImageProcessor(folder))
-    with pytest.raises(DataError, match="rollout 0/0 has images, and the model that is trained takes none"):
+    with pytest.raises(DataError, match="0/0 has images, and the model that is trained takes none"):
         images_of_row(batch, processor=None)
 
 
@@ -145,3 +151,51 @@ def test_a_reference_of_another_family_is_refused_a_row_with_images(folder: Path
     model = make_model(make_folder(tmp_path, family="llama", vocab_size=128))
     with pytest.raises(ConfigError, match="takes no images"):
         model.logprobs(laid_out(batch, folder))
+
+
+def test_demonstrations_with_images_give_the_gradient_of_transformers_model(folder: Path) -> None:
+    rows = [(FILES[0], "blue"), (FILES[1], "red"), (FILES[1], "r")]
+    tree = {
+        "model": {"path": str(folder)},
+        "data": {"source": "unused"},
+        "rollout": {"max_tokens": 256},
+        "batch": {"max_tokens": 512},
+        "sft": {"source": "unused"},
+    }
+    encoder = DemonstrationEncoder(parse(tree, origin="test", for_run=False), tokenizer=load_tokenizer(folder), has_images=True)
+    batch = [encoder.encode(image_row(image, "what?", completion=said), where="row") for image, said in rows]
+    replicas = Replicas(ranks=1, deadline_s=60)
+    model = make_model(folder, replicas=replicas)
+    step, _ = make_step(model, replicas=replicas)
+    total = SftRows(step.backend, replicas=replicas, max_tokens=512, image_processor=ImageProcessor(folder)).train(batch)
+    step.backend.complete()
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    expected = torch.zeros(())
+    for image, said in rows:
+        prompt = processor(text="<image>what?", images=[open_image(image)], add_special_tokens=False, return_tensors="pt")
+        ids = torch.tensor([[*processor.tokenizer(said, add_special_tokens=False)["input_ids"], 2]])
+        inputs = dict(prompt) | {"input_ids": torch.cat((prompt["input_ids"], ids), 1)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        expected = expected - theirs(module, inputs, prompt["input_ids"].shape[1]).sum()
+    expected.backward()
+    torch.testing.assert_close(total, expected.detach(), atol=1e-4, rtol=0)
+    others = dict(module.named_parameters())
+    for name, parameter in model.named_parameters().items():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, others[name].grad, atol=2e-4, rtol=1e-3)
+
+
+def test_a_demonstration_is_refused_an_image_by_its_row(folder: Path, tmp_path: Path) -> None:
+    make_qwen2(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content | length }}")
+    for path, has_images, words in (
+        (tmp_path, True, r"demo, row 3: model\.path .* no images can be trained or served"),
+        (folder, False, "demo, row 3: the messages have an image, and here they may have none"),
+        (folder, True, "demo, row 3: the messages ask for 1 images, and column 'images' has 0"),
+    ):
+        tree = {"model": {"path": str(path)}, "data": {"source": "unused"}, "sft": {"source": "unused"}}
+        encoder = DemonstrationEncoder(parse(tree, origin="test", for_run=False), tokenizer=load_tokenizer(path), has_images=has_images)
+        row = image_row(FILES[0], "what?", completion="blue")
+        with pytest.raises(DataError, match=words):
+            encoder.encode(row | ({"images": []} if "column" in words else {}), where="demo, row 3")

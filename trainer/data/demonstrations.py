@@ -38,7 +38,7 @@ class Demonstrations:
         self._source = section.source
         self._seed = config.run.seed
         self._batch_size = section.batch_size
-        self._encoder = DemonstrationEncoder(config, tokenizer=load_tokenizer(config.model.path))
+        self._encoder = DemonstrationEncoder(config, tokenizer=load_tokenizer(config.model.path), has_images=True)
         self._rows, self._is_ordered = read_rows(self._source, key=key, seed=config.run.seed, at_most=steps * section.batch_size)
         if not len(self._rows):
             raise DataError(f"{key} {self._source} has no rows")

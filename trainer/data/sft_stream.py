@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from pipelinerl.data.images import ImageProcessor
 from trainer.backend import Backend, Outputs
 from trainer.data.demonstrations import Demonstrations
 from trainer.data.sft_rows import SftRows
@@ -24,11 +25,18 @@ class SftStream:
     """The demonstrations beside RL. Every rank calls the same methods in the same order."""
 
     def __init__(
-        self, demonstrations: Demonstrations, *, backend: Backend[Outputs], replicas: Replicas, max_tokens: int, coef: float
+        self,
+        demonstrations: Demonstrations,
+        *,
+        backend: Backend[Outputs],
+        replicas: Replicas,
+        max_tokens: int,
+        coef: float,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         """`backend` is that of the policy; a row has at most `max_tokens`."""
         self._demonstrations = demonstrations
-        self._rows = SftRows(backend, replicas=replicas, max_tokens=max_tokens)
+        self._rows = SftRows(backend, replicas=replicas, max_tokens=max_tokens, image_processor=image_processor)
         self._replicas = replicas
         self._coef = coef
         self._total: torch.Tensor | None = None
