@@ -3,8 +3,9 @@
 
 A Ray of its own, with a token: a head without room, and nodes that are `ray start` processes of this machine. One has orchestrator, scorer
 and trainer, another the engine; STRICT_SPREAD keeps them apart. Every few steps something is killed: the engine's process; the engine's
-node, every process of it at once; the trainer's node. Then the run goes on to its last step, and is judged from outside: journal, logs, the
-checker's verdict on the ledger, and what the cluster has left.
+node, every process of it at once; the trainer's node. Then the command itself is ended by Ctrl-C, and then by SIGKILL: nothing of the run
+may stay, and `--resume` goes on. Then the run goes on to its last step, and is judged from outside: journal, logs, the checker's verdict on
+the ledger, and what the cluster has left.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def measure(arguments: Any) -> harness.Measured:
 
 def _measure(cluster: RayCluster, settings: Path, overrides: list[str]) -> harness.Measured:
     job = [
-        f"trainer.steps={4 * STEPS}",
+        f"trainer.steps={6 * STEPS}",
         "checkpoint.every=4",
         "evaluation.every=0",
         "engine.cores=[]",
@@ -56,29 +57,40 @@ def _measure(cluster: RayCluster, settings: Path, overrides: list[str]) -> harne
     ]
     job += [f'ray.address="{cluster.address}"', 'ray.strategy="STRICT_SPREAD"', "ray.engine_nodes=1", f"ray.cpus_per_node={CPUS}"]
     log = cluster.folder / "driver.log"
-    with open(log, "wb") as output:
-        command = [sys.executable, "-m", "pipelinerl", "ray", str(settings), *job, *overrides]
-        driver = subprocess.Popen(command, env=cluster.environment, stdout=output, stderr=output)
+
+    def start(*options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "pipelinerl", "ray", str(settings), *job, *overrides, *options]
+        with open(log, "ab") as output:
+            return subprocess.Popen(command, env=cluster.environment, stdout=output, stderr=output)
+
+    drivers = [start()]
     try:
-        return _kill_and_judge(cluster, driver, settings.parent, log)
+        return _kill_and_judge(cluster, drivers, start, settings.parent, log)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{log.read_text()}") from None
     finally:
-        driver.kill()
-        driver.wait()
+        for driver in drivers:
+            driver.kill()
+            driver.wait()
 
 
-def _kill_and_judge(cluster: RayCluster, driver: subprocess.Popen[bytes], runs: Path, log: Path) -> harness.Measured:
+def _kill_and_judge(
+    cluster: RayCluster,
+    drivers: list[subprocess.Popen[bytes]],
+    start: Callable[..., subprocess.Popen[bytes]],
+    runs: Path,
+    log: Path,
+) -> harness.Measured:
     rows: list[harness.Row] = []
-    _wait(lambda: any(runs.glob("over-ray-*/journal/orchestrator.jsonl")), "the run to begin", driver)
+    _wait(lambda: any(runs.glob("over-ray-*/journal/orchestrator.jsonl")), "the run to begin", drivers)
     (run_folder,) = runs.glob("over-ray-*")
 
     def after(what: str, strike: Callable[[], None]) -> None:
         before = len(_steps(run_folder))
-        _wait(lambda: len(_steps(run_folder)) >= before + STEPS - 1, f"steps before {what}", driver)
+        _wait(lambda: len(_steps(run_folder)) >= before + STEPS - 1, f"steps before {what}", drivers)
         before, began = _steps(run_folder)[-1], time.monotonic()
         strike()
-        _wait(lambda: _steps(run_folder)[-1] > before, f"a step after {what}", driver)
+        _wait(lambda: _steps(run_folder)[-1] > before, f"a step after {what}", drivers)
         rows.append(
             {"killed": what, "at step": before, "s to the next step": time.monotonic() - began, "attempts": len(_attempts(run_folder))}
         )
@@ -88,10 +100,22 @@ def _kill_and_judge(cluster: RayCluster, driver: subprocess.Popen[bytes], runs: 
         cluster.kill(cluster.node_of(_process(run_folder, peer)))
         cluster.add_node(cpus=CPUS)
 
+    def end_command(number: int, expected: int) -> None:
+        drivers[-1].send_signal(number)
+        code = drivers[-1].wait(PATIENCE_S)
+        assert code == expected, f"`pipelinerl ray` ended with {code}, expected {expected}"
+        end = time.monotonic() + PATIENCE_S
+        while left := _alive(run_folder):
+            assert time.monotonic() < end, f"{len(left)} processes stay: {left}"
+            time.sleep(0.2)
+        drivers.append(start("--resume"))
+
     after("the engine's process", lambda: os.kill(_process(run_folder, "engine-0"), signal.SIGKILL))
     after("the engine's node", lambda: kill_node_of("engine-0"))
     after("the trainer's node", lambda: kill_node_of("trainer-0"))
-    code = driver.wait(PATIENCE_S)
+    after("the command, by Ctrl-C", lambda: end_command(signal.SIGINT, 0))
+    after("the command, by SIGKILL", lambda: end_command(signal.SIGKILL, -signal.SIGKILL))
+    code = drivers[-1].wait(PATIENCE_S)
     checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
     left = subprocess.run(
         [sys.executable, "-c", _LEFT, cluster.address], env=cluster.environment, capture_output=True, text=True, check=False
@@ -100,10 +124,10 @@ def _kill_and_judge(cluster: RayCluster, driver: subprocess.Popen[bytes], runs: 
     goals = [
         harness.at_most("exit code", float(code), 0),
         harness.at_most("promises broken", float(checked.returncode), 0),
-        harness.at_least("last step", max(_steps(run_folder)) + 1, 4 * STEPS),
+        harness.at_least("last step", max(_steps(run_folder)) + 1, 6 * STEPS),
         harness.at_least("cores given back", float(left.stdout or -1), 3.0 * CPUS),
         harness.at_most("processes left", float(len(_alive(run_folder))), 0),
-        harness.at_most("attempts", len(_attempts(run_folder)), 2),
+        harness.at_most("attempts", len(_attempts(run_folder)), 4),
         harness.at_least("nodes named as lost", told.count(" is lost: "), 2),
     ]
     return harness.Measured(rows=rows, goals=goals, notes=[*checked.stdout.splitlines(), *told.splitlines(), log.read_text()[-600:]])
@@ -133,11 +157,11 @@ def _alive(run_folder: Path) -> list[str]:
     return found
 
 
-def _wait(is_so: Callable[[], bool], what: str, driver: subprocess.Popen[bytes]) -> None:
+def _wait(is_so: Callable[[], bool], what: str, drivers: list[subprocess.Popen[bytes]]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < end, f"waited {PATIENCE_S:g} s for {what}"
-        assert driver.poll() is None, f"`pipelinerl ray` ended with {driver.returncode} before {what}"
+        assert drivers[-1].poll() is None, f"`pipelinerl ray` ended with {drivers[-1].returncode} before {what}"
         time.sleep(0.2)
 
 

@@ -49,13 +49,13 @@ def orchestrate(run_folder: Path, settings: dict[str, Any]) -> None:
                 step += 1
         checkpoint.with_suffix(".new").write_text(json.dumps({"step": step}))
         checkpoint.with_suffix(".new").replace(checkpoint)
-        journal.write("end", reason="stopped by a signal" if wishes else "finished")
+        journal.write("end", reason="stopped by a signal" if wishes else "finished", attempt=num_attempts(run_folder))
 
 
 def follow(run_folder: Path) -> None:
     """Live until the orchestrator of this attempt has ended, also where that was before this process began."""
-    attempts = num_attempts(run_folder)
-    while journaled(run_folder).count('"kind": "end"') < attempts:
+    ended = f'"attempt": {num_attempts(run_folder)}'
+    while ended not in journaled(run_folder):
         time.sleep(0.1)
 
 
