@@ -4,6 +4,7 @@ By default a rehearsal: the real launcher, orchestrator, transport and scorer, w
 faults fit in minutes. `--real` runs vLLM and the real trainer on the demo's model. `--quick` is what continuous integration runs.
 
     engine, scorer, orchestrator, trainer    SIGKILL, one in ten after a SIGSTOP of up to two seconds
+    gateway                                  the same, with --agents
     worker                                   SIGKILL of a process that runs a reward function, or of the one that forks them
     goodbye                                  SIGKILL of an orchestrator that was asked to end; the launcher calls back whom it told to
     slow                                     one that consumes: nine tenths of three seconds stopped, in turns
@@ -28,6 +29,8 @@ did not name engine-1. Liars are replaced any number of times, where a run would
 
     python -m scripts.chaos --seed 1 engine=200 scorer=200 orchestrator=100 trainer=50
     python -m scripts.chaos --liars 0.02 --within-s 600 engine=60 scorer=30 orchestrator=60 trainer=20 rot=10 ledger=10 cut=20 hold=20
+    python -m scripts.chaos --agents
+    python -m scripts.chaos --real --images engine=10 scorer=10 orchestrator=10 trainer=10
     python -m scripts.chaos --real --storm 0.01 engine=10 scorer=10 orchestrator=10 trainer=10 freeze=4 cut=5 corrupt=5 hold=5
 """
 
@@ -35,17 +38,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.launch.run_folder import make_run_folder
+from scripts.bench import pictures
+from scripts.bench.pictures import make_model as make_pictures_model
 from scripts.chaos.account import account_of
 from scripts.chaos.liar import make_liars
 from scripts.chaos.storm import LETTERS
@@ -53,7 +61,11 @@ from scripts.chaos.strikes import STRUCK, WIRE, Chaos
 
 QUICK = {"engine": 6, "scorer": 4, "worker": 2, "orchestrator": 3, "trainer": 3, "freeze": 1, "full": 1, "slow": 2, "rot": 2, "ledger": 2}
 QUICK |= dict.fromkeys(WIRE, 2)
+AGENTS = {"gateway": 14, "engine": 14, "trainer": 10, "orchestrator": 12}
+"""The default with agents."""
 FULL = {"engine": 200, "scorer": 200, "orchestrator": 100, "trainer": 50}
+AGENTS_END_S = 90.0
+"""For agents to end what they play."""
 MEMORY_BOUND = 512 << 20
 """Bytes an orchestrator may take beyond what its first life had at its first look: its queues' bound in this config, and the reading back
 of a ledger that grows."""
@@ -68,6 +80,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="real vLLM and the real trainer on the demo's model")
     parser.add_argument("--episodes", action="store_true", help="rollouts of several turns, with an environment")
+    parser.add_argument("--agents", action="store_true", help="agents with OpenAI's SDK play the rollouts, over the gateway")
+    parser.add_argument("--images", action="store_true", help="with --real: a random Idefics3 that is shown pictures")
     parser.add_argument("--quick", action="store_true", help="a few faults of each kind: under a minute")
     parser.add_argument(
         "--storm", type=float, default=None, metavar="FRACTION", help="of messages that suffer; default 0, with --quick 0.01"
@@ -78,7 +92,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the run goes; default: a temporary folder")
     parser.add_argument("--record", type=Path, help="append the outcome to this file, as a line of JSON")
     given = parser.parse_args()
-    faults = {name: int(number) for name, _, number in (word.partition("=") for word in given.faults)} or (QUICK if given.quick else FULL)
+    faults = {name: int(number) for name, _, number in (word.partition("=") for word in given.faults)} or (
+        AGENTS if given.agents else QUICK if given.quick else FULL
+    )
+    if "gateway" in faults and not given.agents:
+        parser.error("there is a gateway with --agents alone")
+    if given.images and not given.real:
+        parser.error("--images are for --real: an engine without a model sees none")
     if unknown := faults.keys() - {*STRUCK, *WIRE}:
         parser.error(f"unknown faults: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
@@ -88,7 +108,7 @@ def main() -> None:
 def _run(given: argparse.Namespace, faults: dict[str, int], *, folder: Path) -> bool:
     """Run, harm, and say what was found; False where a promise was broken."""
     has_forger = given.liars > 0 and not given.real  # the real trainer ends a run of which half is forged, as it should
-    config = _config(folder, is_real=given.real, has_environment=given.episodes, has_forger=has_forger, seed=given.seed)
+    config = _config(given, folder, has_forger=has_forger)
     run_folder = make_run_folder(config)
     fraction = given.storm if given.storm is not None else 0.01 if given.quick else 0.0
     liars = make_liars(run_folder, fraction=given.liars, has_forger=has_forger)
@@ -104,16 +124,18 @@ def _run(given: argparse.Namespace, faults: dict[str, int], *, folder: Path) -> 
         has_forger=has_forger,
     )
     started = time.monotonic()
-    problem = asyncio.run(chaos.run())
+    with _agents(run_folder) if given.agents else contextlib.nullcontext({}) as told:
+        problem = asyncio.run(chaos.run())
     seconds = time.monotonic() - started
+    problem = problem or "; ".join(told.get("broken", ()))
     checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(run_folder)], capture_output=True, text=True, check=False)
     print(checked.stdout + checked.stderr, end="")
     problem = problem or _too_much_memory(chaos.memory)
     letters = (run_folder / "storm.log").read_bytes() if (run_folder / "storm.log").exists() else b""
     done = dict(chaos.done) | {name: letters.count(letter) for name, letter in LETTERS.items() if fraction}
     print(f"seed {given.seed}, {seconds:.0f} s, {'real' if given.real else 'rehearsal'}, {run_folder}")
-    for name, count in done.items():
-        print(f"{name:<30} {count:>6}")
+    for name, count in (done | told.get("counts", {})).items():
+        print(f"{name:<36} {count:>6}")
     print(f"orchestrator's memory, MiB: {chaos.memory[0] >> 20} at first, {max(chaos.memory) >> 20} at most")
     account = account_of(run_folder, is_wire_faulty=any(fault in WIRE for fault in faults)) if liars else None
     if account is not None:
@@ -123,10 +145,28 @@ def _run(given: argparse.Namespace, faults: dict[str, int], *, folder: Path) -> 
     if given.record:
         record = {"seed": given.seed, "real": given.real, "storm": fraction, "seconds": round(seconds), "done": done, "problem": problem}
         record |= {"checker": checked.stdout.splitlines()[-1:], "memory_mib": [chaos.memory[0] >> 20, max(chaos.memory) >> 20]}
+        record |= {"agents": told} if told else {}
         record |= {"lies": account.record()} if account is not None else {}
         with open(given.record, "a") as file:
             file.write(json.dumps(record) + "\n")
     return not (problem or checked.returncode or (account is not None and account.problems))
+
+
+@contextlib.contextmanager
+def _agents(run_folder: Path) -> Iterator[dict[str, Any]]:
+    """Have agents play meanwhile; what they were told is there afterwards."""
+    told: dict[str, Any] = {}
+    agents = subprocess.Popen([sys.executable, "-m", "scripts.chaos.agents", str(run_folder.absolute())], stdout=subprocess.PIPE, text=True)
+    try:
+        yield told
+        agents.terminate()
+        said, _ = agents.communicate(timeout=AGENTS_END_S)
+        told |= (
+            json.loads(said.splitlines()[-1]) if said and agents.returncode == 0 else {"broken": [f"they ended with {agents.returncode}"]}
+        )
+    finally:
+        agents.kill()
+        agents.wait()
 
 
 def _too_much_memory(memory: list[int]) -> str:
@@ -134,11 +174,15 @@ def _too_much_memory(memory: list[int]) -> str:
     return f"the orchestrator took {grown >> 20} MiB more than at first" if grown > MEMORY_BOUND else ""
 
 
-def _config(folder: Path, *, is_real: bool, has_environment: bool, has_forger: bool, seed: int) -> Config:
+def _config(given: argparse.Namespace, folder: Path, *, has_forger: bool) -> Config:
     """The demo's settings, with a run too long to end by itself and a prompt source that never repeats a row."""
-    path = demo_config(folder=folder, seed=seed)
-    make_demo_model(folder / "demo-model", seed=seed)
+    path, seed = demo_config(folder=folder, seed=given.seed), given.seed
     source = Path(__file__).with_name("plugins.py")
+    if given.images:
+        make_pictures_model(folder / "demo-model", seed=seed)
+        source = Path(pictures.__file__)
+    else:
+        make_demo_model(folder / "demo-model", seed=seed)
     overrides = [
         "run.name=chaos",
         "run.restarts=1000000",
@@ -154,13 +198,18 @@ def _config(folder: Path, *, is_real: bool, has_environment: bool, has_forger: b
         f'data.source="{source}:prompts"',
         f'reward=[{{function = "{source}:reward"}}]',
     ]
-    if has_environment:
+    if given.episodes:
         digits = list(range(2, 12))  # one ends a turn: an untrained model hardly ever ends one by itself
         overrides += [f'environment.function="{source}:reply"', "environment.max_turns=4", 'algorithm.name="gigpo"']
         overrides += ["rollout.max_tokens=24", f"rollout.stop_token_ids={digits}"]
+    if given.agents:
+        overrides += ["gateway.deadline_s=20.0", "gateway.silent_after_s=8.0", "gateway.max_attempts=1000"]
+    if given.images:
+        overrides += ["model.max_tokens=64", "rollout.max_tokens=4", "batch.max_tokens=512", f'evaluation.source="{source}:held_out"']
+        overrides += ["engine.options={ block_size = 32 }"]
     overrides += (
         ["evaluation.limit=8"]
-        if is_real
+        if given.real
         else [
             'engine.kind="fake"',
             f"engine.count={2 + has_forger}",
@@ -169,7 +218,7 @@ def _config(folder: Path, *, is_real: bool, has_environment: bool, has_forger: b
         ]
     )
     config = load(path, overrides=overrides)
-    return config if is_real else config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
+    return config if given.real else config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import random
 from pathlib import Path
 
 ROLES = ("engine", "scorer", "trainer")
+"""Those whose connections may be harmed."""
+_LED = (*ROLES, "gateway")
 
 
 def detour_of(run_folder: Path, role: str) -> str:
@@ -26,12 +28,12 @@ class Detours:
     def __init__(self, run_folder: Path, *, chance: random.Random) -> None:
         self._run_folder = run_folder
         self._chance = chance
-        self._open: dict[str, set[_Way]] = {role: set() for role in ROLES}
+        self._open: dict[str, set[_Way]] = {role: set() for role in _LED}
         self._servers: list[asyncio.Server] = []
 
     async def __aenter__(self) -> Detours:
         addresses = {}
-        for role in ROLES:
+        for role in _LED:
             server = await asyncio.start_server(lambda reader, writer, role=role: self._lead(role, reader, writer), "127.0.0.1", 0)
             self._servers.append(server)
             addresses[role] = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -7,6 +7,7 @@ equal, bit by bit: every loss, log-probability and gradient norm that was answer
 that was lost, or was there twice, would show in all that came after it.
 
     python -m scripts.chaos.serving --kills 50
+    python -m scripts.chaos.serving --kills 50 --sdk --rank 0      # by Tinker's own SDK, all weights
     python -m scripts.chaos.serving --quick            # few kills; what continuous integration runs
 """
 
@@ -29,24 +30,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
-
 from pipelinerl.demo.settings import make_demo_model
 from pipelinerl.observe.lines import read_journals
-from pipelinerl.tinker import wire
 from scripts.chaos import victims
+from scripts.chaos.sdk_load import SdkLoad
+from scripts.chaos.wire_client import PATIENCE_S, Broken, WireLoad
 
 WEIGHTS = {"engine": 6, "trainer": 6, "orchestrator": 6, "all": 1}
 """How often each is killed, for each other. All of them start again slowly."""
-PATIENCE_S = 240.0
-"""A request that is not answered for so long fails the run."""
-PROMPT = [5, 9, 12, 7, 3, 6]
-_RETRIED = (408, 409, 429)
-
-
-class Broken(Exception):
-    """A promise was broken."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,200 +94,22 @@ class Server:
         return self.process.wait()
 
 
-class Client:
-    """What the SDK does: sends again, asks again, and begins a sample anew that is gone (410)."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self.counts: collections.Counter[str] = collections.Counter()
-        self._http = http
-
-    async def post(self, route: str, **content: Any) -> httpx.Response:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                answer = await self._http.post(f"/api/v1/{route}", **content)
-            except httpx.TransportError:
-                self.counts["connections lost"] += 1
-            else:
-                if answer.status_code < 500 and answer.status_code not in _RETRIED:
-                    return answer
-                self.counts[f"told to try again ({answer.status_code})"] += answer.status_code != 408
-            await asyncio.sleep(0.1)
-        raise Broken(f"{route} was not answered for {PATIENCE_S:g} s")
-
-    async def begin(self, route: str, **content: Any) -> dict[str, Any]:
-        answer = await self.post(route, **content)
-        if answer.status_code != 200:
-            raise Broken(f"{route}: {answer.status_code} {answer.text}")
-        return answer.json()
-
-    async def answer(self, request_id: str) -> Any:
-        """The answer of a future; None where it is gone."""
-        answer = await self.post("retrieve_future", json={"request_id": request_id})
-        if answer.status_code == 410:
-            return None
-        if answer.headers["content-type"] == "application/x-protobuf":
-            return answer.content
-        said = answer.json()
-        if "error" in said:
-            raise Broken(f"{request_id}: {said}")
-        return said
-
-    async def done(self, route: str, **content: Any) -> Any:
-        """The answer of a request that must not be lost."""
-        reply = await self.begin(route, **content)
-        if (answer := await self.answer(reply["request_id"])) is None:
-            raise Broken(f"{route}: {reply['request_id']} is not known any more")
-        self.counts["answered"] += 1
-        return answer
-
-    async def model(self) -> str:
-        session = (await self.begin("create_session", json={"sdk_version": "0.38.0"}))["session_id"]
-        asked = {"session_id": session, "model_seq_id": 0, "base_model": "demo-model", "lora_config": {"rank": 8, "seed": 1}}
-        return (await self.done("create_model", json=asked))["model_id"]
-
-    async def sample(self, sampler: str, numbers: collections.Counter[str], *, num: int, max_tokens: int) -> list[tuple[str, Any, Any]]:
-        """Sequences: name, tokens and log-probabilities."""
-        asked = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": PROMPT}]}, "num_samples": num}
-        asked["sampling_params"] = {"max_tokens": max_tokens, "stop": []}
-        for _ in range(100):
-            numbers[sampler] += 1
-            reply = await self.begin("asample", json={**asked, "seq_id": numbers[sampler]})
-            if (content := await self.answer(reply["request_id"])) is not None:
-                said = wire.SampleResponse.FromString(content).sequences
-                self.counts["samples answered"] += 1
-                pairs = [(np.frombuffer(one.tokens, np.int32), np.frombuffer(one.logprobs, np.float32)) for one in said]
-                return [(name, *pair) for name, pair in zip(reply["sample_sequence_ids"], pairs, strict=True)]
-            self.counts["samples begun anew (410)"] += 1
-        raise Broken("a sample was gone 100 times")
-
-
-def gradient(sequences: list[tuple[str, Any, Any]], *, model_id: str, seq_id: int) -> bytes:
-    said = wire.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="importance_sampling")
-    for number, (name, tokens, logprobs) in enumerate(sequences):
-        datum, num_given = said.data.add(), len(PROMPT) - 1
-        read = [*PROMPT, *tokens[:-1].tolist()]
-        datum.model_input.add().encoded_text.tokens = np.array(read, np.int32).tobytes()
-        zeros = np.zeros(num_given, np.float32)
-        columns = {
-            "target_tokens": np.array([*PROMPT[1:], *tokens.tolist()], np.int64),
-            "logprobs": np.concatenate([zeros, logprobs]),
-            "advantages": np.concatenate([zeros, np.full(len(tokens), 1.0 if number % 2 else -1.0, np.float32)]),
-        }
-        for column, values in columns.items():
-            tensor = datum.loss_fn_inputs[column]
-            tensor.dtype, tensor.dense = (2 if values.dtype == np.int64 else 1), values.tobytes()
-        given = datum.loss_fn_input_spans.add().prompt_tokens
-        given.sequence_id, given.offset, given.length = name, 1, num_given
-        sampled = datum.loss_fn_input_spans.add().sampled_tokens
-        sampled.sequence_id, sampled.length = name, len(tokens)
-    return said.SerializeToString()
-
-
-@dataclasses.dataclass(slots=True)
-class Told:
-    """What a client asked and was told: pairs of a request's route and body, and its answer."""
-
-    asked: list[tuple[str, bytes]] = dataclasses.field(default_factory=list)
-    answers: list[Any] = dataclasses.field(default_factory=list)
-    saved: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Digests of the files of the model that was saved at the end."""
-
-
-async def train(client: Client, told: Told, harmed: asyncio.Event, *, num_least: int) -> None:
-    """Sample, add two gradients, step, all three asked for before any is answered; until all harm is done."""
-    model_id = await client.model()
-    numbers: collections.Counter[str] = collections.Counter()
-    seq_id, step = 0, 0
-    while not harmed.is_set() or step < num_least:
-        seq_id += 1
-        said = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": step, "kind": "inflight" if step % 2 else "snapshot"}
-        sampler = (await client.done("save_weights_for_sampler", json=said))["sampling_session_id"]
-        told.asked.append(("", b""))  # its number is used
-        told.answers.append(None)
-        sequences = await client.sample(sampler, numbers, num=4, max_tokens=12)
-        bodies = [
-            ("forward_backward", gradient(half, model_id=model_id, seq_id=seq_id + 1 + n))
-            for n, half in enumerate((sequences[:2], sequences[2:]))
-        ]
-        adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-        bodies.append(("optim_step", json.dumps({"model_id": model_id, "seq_id": seq_id + 3, "adam_params": adam}).encode()))
-        seq_id += 3
-        replies = [await client.begin(route, content=body) for route, body in bodies]
-        for reply in replies:
-            if (answer := await client.answer(reply["request_id"])) is None:
-                raise Broken(f"{reply['request_id']} is not known any more")
-            client.counts["answered"] += 1
-            told.answers.append(answer)
-        told.asked += bodies
-        step += 1
-    path = (await client.done("save_weights", json={"model_id": model_id, "seq_id": seq_id + 1, "path": "end"}))["path"]
-    told.saved = {"path": path}
-
-
-async def repeat(client: Client, told: Told) -> Told:
-    """Ask for the same under another model."""
-    again = Told()
-    model_id = await client.model()
-    for route, body in told.asked:
-        if route == "forward_backward":
-            said = wire.ForwardBackwardRequest.FromString(body)
-            said.model_id = model_id
-            again.answers.append(await client.done(route, content=said.SerializeToString()))
-        elif route:
-            again.answers.append(await client.done(route, json={**json.loads(body), "model_id": model_id}))
-        else:
-            again.answers.append(None)
-    path = (await client.done("save_weights", json={"model_id": model_id, "seq_id": len(told.asked) + 1, "path": "end"}))["path"]
-    again.saved = {"path": path}
-    return again
-
-
-async def sample_on(client: Client, harmed: asyncio.Event) -> None:
-    """Sample from what all models begin with, several at once."""
-    session = (await client.begin("create_session", json={}))["session_id"]
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "demo-model"}
-    sampler = (await client.begin("create_sampling_session", json=asked))["sampling_session_id"]
-    numbers: collections.Counter[str] = collections.Counter()
-
-    async def one() -> None:
-        while not harmed.is_set():
-            await client.sample(sampler, numbers, num=2, max_tokens=20)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(3):
-            group.create_task(one())
-
-
 async def harm(
-    server: Server, client: Client, *, num_kills: int, pause_s: float, chance: random.Random, done: collections.Counter[str]
+    server: Server, load: WireLoad | SdkLoad, *, num_kills: int, pause_s: float, chance: random.Random, done: collections.Counter[str]
 ) -> None:
     """Kill, at random instants; after the trainer or all of them, only once something was answered again."""
+    while not load.counts["answered"]:  # noqa: ASYNC110  # a count tells nobody that it changes
+        await asyncio.sleep(0.1)
     while done.total() < num_kills:
         await asyncio.sleep(chance.expovariate(1 / pause_s))
         (role,) = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        before = client.counts["answered"]
+        before = load.counts["answered"]
         if not server.kill(role):
             continue
         done[role] += 1
         if role in ("trainer", "all"):
-            while client.counts["answered"] == before:  # noqa: ASYNC110  # a count tells nobody that it changes
+            while load.counts["answered"] == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-
-
-def differences(told: Told, again: Told, saved: Path) -> list[str]:
-    found = []
-    for number, ((route, _), first, second) in enumerate(zip(told.asked, told.answers, again.answers, strict=True)):
-        if route == "optim_step":
-            first, second = first["metrics"]["grad_norm"], second["metrics"]["grad_norm"]
-        elif route:
-            first, second = (wire.ForwardBackwardOutput.FromString(one) for one in (first, second))
-        if first != second:
-            found.append(f"request {number} ({route}): {str(first)[:80]} and {str(second)[:80]}")
-    digests = [_digest(saved, one.saved["path"]) for one in (told, again)]
-    if digests[0] != digests[1]:
-        found.append(f"the saved models differ: {digests}")
-    return found
 
 
 def _digest(saved: Path, path: str) -> dict[str, str]:
@@ -309,46 +122,46 @@ def _digest(saved: Path, path: str) -> dict[str, str]:
 async def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     make_demo_model(folder / "demo-model", seed=given.seed)
     (folder / "serve.toml").write_text(
-        f'[model]\npath = "{folder / "demo-model"}"\ndtype = "float32"\nmax_tokens = 64\n[lora]\nrank = 8\n'
+        f'[model]\npath = "{folder / "demo-model"}"\ndtype = "float32"\nmax_tokens = 64\n[lora]\nrank = {given.rank}\n'
         f'[run]\nname = "chaos"\nfolder = "{folder / "runs"}"\nrestarts = 1000000\nrestart_wait_s = 0.0\n'
         "[tinker]\ncheckpoint_every = 3\n[engine]\nsilent_after_s = 8\nmax_running = 16\n[trainer]\nsilent_after_s = 30\n"
     )
     server = Server(folder)
     server.start()
     kills: collections.Counter[str] = collections.Counter()
-    told, harmed, begun = Told(), asyncio.Event(), time.monotonic()
+    harmed, begun = asyncio.Event(), time.monotonic()
     try:
         address, key = await server.address()
-        async with httpx.AsyncClient(base_url=address, headers={"x-api-key": key}, timeout=30.0) as http:
-            client, beside = Client(http), Client(http)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(train(client, told, harmed, num_least=4))
-                group.create_task(sample_on(beside, harmed))
-                await harm(server, client, num_kills=given.kills, pause_s=given.pause_s, chance=random.Random(given.seed), done=kills)
-                harmed.set()
-            seconds = time.monotonic() - begun
-            again = await repeat(Client(http), told)
+        load = SdkLoad(address, key, folder=folder, rank=given.rank or 32) if given.sdk else WireLoad(address, key)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.train(harmed))
+            await harm(server, load, num_kills=given.kills, pause_s=given.pause_s, chance=random.Random(given.seed), done=kills)
+            harmed.set()
+        seconds = time.monotonic() - begun
+        await load.repeat()
     finally:
         code = server.stop()
-    problems = differences(told, again, folder / "runs" / "saved")
+    problems = list(load.problems)
+    digests = [_digest(folder / "runs" / "saved", path) for path in load.paths]
+    problems += [f"the saved models differ: {digests}"] if digests[0] != digests[1] else []
     assert server.run_folder is not None, "it was there"
     steps = [line for line in read_journals(server.run_folder) if line["kind"] == "client_step"]
-    mine = [line for line in steps if line["model_id"] == told.saved["path"].removeprefix("tinker://").partition("/")[0]]
-    num_steps = sum(route == "optim_step" for route, _ in told.asked)
+    mine = [line for line in steps if line["model_id"] == load.paths[0].removeprefix("tinker://").partition("/")[0]]
     facts = {name: int(sum(line[f"pipelinerl/{name}_tokens"] for line in mine)) for name in ("sampled", "unknown", "repeated", "drifted")}
-    if len(mine) != num_steps:
-        problems.append(f"the journal tells of {len(mine)} steps, expected {num_steps}")
+    if len(mine) != load.num_steps:
+        problems.append(f"the journal tells of {len(mine)} steps, expected {load.num_steps}")
     problems += [f"{facts[name]} {name} tokens, expected none" for name in ("unknown", "repeated", "drifted") if facts[name]]
     problems += [f"the server ended with {code}"] if code else []
     return {
         "seed": given.seed,
         "kills": dict(kills),
         "seconds": round(seconds),
-        "steps": num_steps,
-        "gradients": sum(route == "forward_backward" for route, _ in told.asked),
+        "client": "the SDK" if given.sdk else "by hand",
+        "trained": f"adapters of rank {given.rank}" if given.rank else "all weights",
+        "steps": load.num_steps,
+        "gradients": load.num_gradients,
         "tokens": facts,
-        "client": dict(client.counts),
-        "beside": dict(beside.counts),
+        "told": dict(load.counts),
         "checkpoints": sum(line["kind"] == "model_checkpoint" for line in read_journals(server.run_folder)),
         "problems": problems,
     }
@@ -359,6 +172,8 @@ def main() -> None:
         prog="python -m scripts.chaos.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=None, help="default 50, with --quick 6")
+    parser.add_argument("--sdk", action="store_true", help="the client is Tinker's own SDK, in an environment that is made for it")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters that are trained; 0: all weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=2.0, help="mean seconds between two kills")
     parser.add_argument("--quick", action="store_true", help="few kills")

@@ -31,8 +31,8 @@ from scripts.chaos.detours import ROLES, Detours
 KILLED = ("engine", "scorer", "orchestrator", "trainer")
 WIRE = ("cut", "corrupt", "hold")
 """Faults of a connection."""
-STRUCK = {role: (role,) for role in (*KILLED, "worker")} | {"freeze": KILLED, "slow": KILLED, "full": ("orchestrator", "trainer")}
-STRUCK |= {"goodbye": ("orchestrator",), "rot": ("trainer",), "ledger": ("orchestrator",)}
+STRUCK = {role: (role,) for role in (*KILLED, "worker", "gateway")} | {"freeze": KILLED, "slow": KILLED}
+STRUCK |= {"full": ("orchestrator", "trainer"), "goodbye": ("orchestrator",), "rot": ("trainer",), "ledger": ("orchestrator",)}
 """Faults of a process, and the roles that they may strike."""
 STOPPED_FRACTION = 0.1
 """Of all kills: SIGSTOP for up to two seconds before."""
