@@ -278,9 +278,6 @@ def not_in_scripts(config: Config) -> Iterator[Finding]:
     for key, is_used in (("prm", config.prm.is_used), ("gateway", config.gateway is not None)):
         if is_used:
             yield Finding(Level.FAIL, key, "a script's run has none so far", do=f"leave section {key} out, or use `pipelinerl run`")
-    if config.is_colocated:
-        why = "a script says itself when to sample and when to train: it has no phases so far"
-        yield Finding(Level.FAIL, "pipeline.placement", why, do='set it to "apart", or use `pipelinerl run`')
     if config.compares_siblings:
         do = "compare siblings in the script, and put what comes of it into their advantages"
         yield Finding(Level.FAIL, "reward", "per = 'group' compares all siblings, and a script may score some", do=do)

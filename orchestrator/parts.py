@@ -313,8 +313,8 @@ class Parts:
         next_step, waits = self.next_step, ScriptWaits(watch=self.watch, owner=Script.name)
         self.replay = replay = ScriptReplay(self.given.answers, next_step=next_step, waits=waits)
         bound = {"max_staleness": self.schedule.max_staleness, "withhold": rules.withhold if rules is not None else None}
-        replicas = config.trainer.layout.replicas
-        held = HeldPolicies(policies=channels.policies, published=channels.published, trainer=self.trainer, num_replicas=replicas)
+        trainer = {"trainer": self.trainer, "num_replicas": config.trainer.layout.replicas, "alternation": self.alternation}
+        held = HeldPolicies(policies=channels.policies, published=channels.published, **trainer)
         held.publish(next_step)  # engines of a script that goes on take what the one before has trained
         book = ScriptBook(num_steps=config.trainer.steps, first_step=0 if replay.is_kept else next_step, **bound)
         steps = ScriptSteps(

@@ -200,10 +200,10 @@ class Run:
         return training.last_version
 
     async def in_force(self, version: int) -> None:
-        """Wait until every engine samples under a policy that no other follows, which an evaluation is to be about."""
-        engines = self.parts.engines
+        """Wait until every engine is awake under a policy that no other follows, which an evaluation is to be about."""
+        engines, alternation = self.parts.engines, self.parts.alternation
         with self.parts.watch.waiting("pipeline", f"engines to commit policy {version}"):
-            while not engines.all_hold(version):
+            while not (engines.all_hold(version) and all(map(alternation.is_awake, engines))):
                 await engines.changed.wait()
 
     def _end(self) -> RunResult:

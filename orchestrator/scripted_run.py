@@ -19,7 +19,7 @@ from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Coming, Stream
 from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config
-from pipelinerl.errors import ConfigError, PeerRefused, ScriptError
+from pipelinerl.errors import ConfigError, NobodySends, PeerRefused, ScriptError
 from pipelinerl.messages import (
     Demonstration,
     Float32,
@@ -245,7 +245,7 @@ class ScriptedRun:
         passes. Raises `NothingTrained` where no step was trained since the last time.
         """
         self._script.waits.check()
-        self._script.book.published = version = self._script.book.publishes()
+        self._script.book.published = version = self._script.book.publishes(in_place=self.config.is_colocated)
         call = self._replay.begin("publish")
         return await self._replay.wait(
             call, lambda: self._steps.publish(version), encode=msgspec.msgpack.encode, decode=msgspec.msgpack.decode
@@ -254,20 +254,33 @@ class ScriptedRun:
     async def evaluate(self) -> float | None:
         """Return the mean reward of the held-out prompts (section `evaluation`) under the policy that was published last.
 
-        Waits until every engine holds it. None where the evaluation was given up: the journal says why. The answers are no rollouts of
-        the run, and none of them trains. Raises `ScriptError` without `evaluation.source`.
+        Waits until every engine holds it, and keeps them at it. None where the evaluation was given up: the journal says why. The answers
+        are no rollouts of the run, and none of them trains. Raises `ScriptError` without `evaluation.source`, and `NobodySends` where a
+        step was trained in place of that policy.
         """
         self._script.waits.check()
         if not self._given.held_out:
             raise ScriptError("evaluate: no held-out prompts. Set evaluation.source")
+        if self.config.is_colocated and self.version < self.step:
+            raise NobodySends(
+                f"evaluate: policy {self.version} is gone: step {self.step - 1} was handed to the trainer, which changes the weights in"
+                ' place (pipeline.placement is "colocated"). Publish first'
+            )
         return await self._replay.wait(
             self._replay.begin("evaluate"), self._evaluate, encode=msgspec.msgpack.encode, decode=msgspec.msgpack.decode
         )
 
     async def _evaluate(self) -> float | None:
-        version, evaluation = self.version, self._run.evaluation
-        await self._script.waits.beside(self._run.in_force(version), f"engines to commit policy {version}")
-        await self._script.waits.beside(evaluation.evaluate(version), f"the evaluation of policy {version}")
+        evaluation = self._run.evaluation
+
+        async def evaluate_it() -> int:
+            version = -1
+            while version < self.version:  # another task may publish meanwhile
+                await self._run.in_force(version := self.version)
+            await evaluation.evaluate_pinned(version)
+            return version
+
+        version = await self._script.waits.beside(evaluate_it(), f"the evaluation of policy {self.version}")
         return dict(evaluation.results).get(version)
 
     async def save(self) -> Path:

@@ -1,6 +1,7 @@
 """This rule decides who has the devices that engines and trainer share, and says when the trainer may begin.
 
-    train      while a step is closed that the newest policy does not hold, or nobody has published since the trainer started
+    train      while a step is closed that the newest policy does not hold, nobody has published since the trainer started, or a script
+               has the trainer compute something else
     generate   otherwise
 
 The rule needs no memory: steps closed are in the ledger, and the newest policy is the one that the present trainer has published. So it
@@ -34,13 +35,14 @@ class Phases:
         self.phase = Phase.GENERATION
         self._awake: set[int] = set()
 
-    def next_phase(self, *, num_closed: int, published: int | None, is_pinned: bool) -> Phase | None:
+    def next_phase(self, *, num_closed: int, published: int | None, is_pinned: bool, computes: bool = False) -> Phase | None:
         """Change the phase where it is due, and return the new one; None where it stays.
 
         `num_closed` steps have all their rows; `published` is the newest policy of the trainer there is, None before it has published any;
-        `is_pinned` says that an engine that is awake has to keep its policy.
+        `is_pinned` says that an engine that is awake has to keep its policy; `computes` that the trainer is to compute something else than
+        a step.
         """
-        wanted = Phase.GENERATION if published == num_closed else Phase.TRAINING
+        wanted = Phase.GENERATION if published == num_closed and not computes else Phase.TRAINING
         if wanted is self.phase or (wanted is Phase.TRAINING and is_pinned):
             return None
         self.phase = wanted

@@ -217,15 +217,16 @@ class ScriptBook:
         refused = {group_id: group.refused for group_id, group in self._open.items() if group.is_settled and group_id not in besides}
         return [self._drop(group_id, *how) for group_id, how in refused.items() if how is not None]
 
-    def publishes(self) -> int:
+    def publishes(self, *, in_place: bool = False) -> int:
         """Return the version to publish: that of the last step that the script has seen trained, or else of the last on its way.
 
+        Where steps are trained `in_place` it is always the last on its way: no policy before it will be there.
         Raises `NothingTrained` where it is published.
         """
         if self.step == self.published:
             after = "no step was trained yet" if not self.step else f"policy {self.step} is published, and no step was trained since"
             raise NothingTrained(f"publish: {after}. Train first")
-        return self.trained if self.trained > self.published else self.step
+        return self.trained if self.trained > self.published and not in_place else self.step
 
     def check_save(self) -> None:
         """Raise `NothingTrained` before the first step."""

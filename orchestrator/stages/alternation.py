@@ -31,6 +31,10 @@ class Alternation:
     """The callback says how many steps the newest policy should hold; training sets it."""
     begin_training: Callable[[], None] = lambda: None
     """The callback gives the trainer its rows; training sets it."""
+    begin_computing: Callable[[], None] = lambda: None
+    """The callback tells the trainer what a script wants computed; held policies set it."""
+    computes: Callable[[], bool] = lambda: False
+    """The callback says whether a script has the trainer compute something else than a step; held policies set it."""
     begin_generation: Callable[[], None] = lambda: None
     """The callback orders the newest policy to every engine; weight sync sets it."""
     swaps: Swaps = dataclasses.field(default_factory=Swaps)
@@ -46,6 +50,11 @@ class Alternation:
             self.engines.peers.on(Asleep, self._hear)
             self.engines.on_joined(self._on_joined)
             self.engines.on_died(self._on_died)
+
+    @property
+    def is_used(self) -> bool:
+        """True where engines and trainer share their devices."""
+        return self.engines is not None
 
     @property
     def may_train(self) -> bool:
@@ -73,7 +82,7 @@ class Alternation:
         published = None if self.swaps.newest is None else self.swaps.newest.age[1]
         is_pinned = any(self.swaps[engine.engine_id].is_pinned and self.is_awake(engine) for engine in self.engines)
         num_closed = self.num_closed()
-        phase = self._phases.next_phase(num_closed=num_closed, published=published, is_pinned=is_pinned)
+        phase = self._phases.next_phase(num_closed=num_closed, published=published, is_pinned=is_pinned, computes=self.computes())
         if phase is None:
             return
         self._write("phase", phase=phase, num_closed=num_closed, version=published)
@@ -119,6 +128,7 @@ class Alternation:
     def _begin_if_all_sleep(self) -> None:
         if self._phases.may_train:
             self.begin_training()
+            self.begin_computing()
 
     def _write(self, kind: str, **fields: object) -> None:
         if self.journal is not None:

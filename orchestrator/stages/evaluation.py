@@ -92,6 +92,17 @@ class Evaluation:
         """
         return await self._evaluate(version, [engine.engine_id for engine in self.engines])
 
+    async def evaluate_pinned(self, version: int) -> float | None:
+        """Evaluate a version that every engine holds, and have them keep it until that is done."""
+        engines = list(self.engines)
+        try:
+            for engine in engines:
+                self.pins.pin(engine, is_pinned=True)
+            return await self.evaluate(version)
+        finally:
+            for engine in engines:
+                self.pins.pin(engine, is_pinned=False)
+
     async def follow(self, latest_version: Callable[[], int]) -> None:
         """Evaluate every `every`-th version, one at a time; `latest_version()` returns the newest that every engine holds."""
         every = self.section.every

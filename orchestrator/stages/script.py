@@ -227,6 +227,11 @@ class Script:
                 f" {max(intake.step, self.book.step)} comes next and policy {self.book.published} is the last that was published."
                 " Publish first"
             )
+        if self._sleeps_until_published(intake):
+            raise NobodySends(
+                f"{intake.what}: engines sleep since step {self.book.step - 1} was handed to the trainer, whose devices they share"
+                f' (pipeline.placement is "colocated"), and go on under policy {self.book.step}. Publish first'
+            )
         if (full := next((room for room in (self._rollouts, self._scores) if room.is_full), None)) is None:
             return
         if unread := [one for one in self._intakes if one.ready and one.room is full and one.reader is intake.reader]:
@@ -234,6 +239,12 @@ class Script:
                 f"{intake.what}: {full.what} and not read fill their room ({full.bound_bytes} bytes, pipeline.queue_bytes), and the task"
                 f" that waits here is the one that reads them: {_words(unread)}. Read those first, or in a task of their own"
             )
+
+    def _sleeps_until_published(self, intake: Intake[Any]) -> bool:
+        """Return whether engines sleep that a stream waits for, and only the task that waits here could have them woken."""
+        is_scored = intake in self._scoring.values()  # which takes no engine
+        sleeps = self.steps.held.puts_engines_to_sleep(self.book.step)
+        return sleeps and not is_scored and intake.reader not in self.waits.feeders and self.waits.is_only_caller(intake.reader)
 
     def _abandon(self, intake: Intake[Any]) -> None:
         intake.abandon()

@@ -193,13 +193,14 @@ class ScriptSteps:
     async def _logprobs(self, rollouts: Sequence[Trajectory], model: LogprobModel, version: int) -> list[Float32]:
         found: list[Float32] = []
         batches = self._batches_of(rollouts, step=version)
-        for start in range(0, len(batches), self.held.num_replicas):
-            rows = tuple(batches[start : start + self.held.num_replicas])
-            self._asked, self._computed = ComputeLogprobs(request_id=next(self._request_ids), model=model, rows=rows), None
-            self.held.command(self._asked, version=version)
-            while self._computed is None:
-                await self.waits.changed.wait()
-            found += _by_rollout(rows, self._computed.logprobs)
+        with self.held.computing():
+            for start in range(0, len(batches), self.held.num_replicas):
+                rows = tuple(batches[start : start + self.held.num_replicas])
+                self._asked, self._computed = ComputeLogprobs(request_id=next(self._request_ids), model=model, rows=rows), None
+                self.held.command(self._asked, version=version)
+                while self._computed is None:
+                    await self.waits.changed.wait()
+                found += _by_rollout(rows, self._computed.logprobs)
         return found
 
     def _begin(self, name: str, *given: object) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -54,6 +55,8 @@ class ScriptWaits:
     """The callback raises where streams of the script were misused."""
     tasks: asyncio.TaskGroup | None = None
     """The group that the stage's work runs in; None before it runs."""
+    _callers: weakref.WeakSet[asyncio.Task[Any]] = dataclasses.field(default_factory=weakref.WeakSet)
+    """The tasks of the script that have waited for something."""
     _num_waiting: int = 0
     """Calls that wait for something."""
     _failure: BaseException | None = None
@@ -89,10 +92,17 @@ class ScriptWaits:
         # Work that was cancelled says that the run is over, and why is told in a moment.
         return (await self.until(lambda: task if task.done() and not task.cancelled() else None, what)).result()
 
+    def is_only_caller(self, task: asyncio.Task[Any] | None) -> bool:
+        """Return whether no other task of the script that has waited for something goes on."""
+        return all(other is task or other.done() for other in self._callers)
+
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Mark a wait of the script."""
-        is_script = asyncio.current_task() not in self.feeders
+        task = asyncio.current_task()
+        is_script = task not in self.feeders
+        if task is not None and is_script:
+            self._callers.add(task)
         self._num_waiting += is_script
         try:
             with self.watch.waiting(self.owner, what):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
+from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
+from orchestrator.stages.alternation import Alternation
 from orchestrator.stages.held_policies import HeldPolicies
-from pipelinerl.messages import ComputeLogprobs, FromTrainer, LogprobModel, PolicyPublished, ToTrainer, TrainerReady
+from pipelinerl.messages import ComputeLogprobs, FromTrainer, LogprobModel, PolicyPublished, SaveCheckpoint, ToTrainer, TrainerReady
 from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.watch import Watch
 from tests.orchestrator.test_weight_sync import received
@@ -49,3 +52,24 @@ def test_a_trainer_that_starts_again_is_asked_again_at_the_version_that_was_want
         return counts
 
     assert simulate(program()) == [1, 1, 0]
+
+
+def test_a_trainer_that_shares_its_devices_computes_once_every_engine_sleeps_and_saves_at_any_time() -> None:
+    async def program() -> list[int]:
+        hub = MemoryHub(accepts=FromTrainer)
+        link = hub.connect("trainer-0", accepts=ToTrainer)
+        trainer = Peers(hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
+        alternation = Alternation(engines=cast(Engines, ()))
+        held = HeldPolicies(
+            policies=policies("policies"), published=policies("published"), trainer=trainer, num_replicas=1, alternation=alternation
+        )
+        counts = []
+        for command in (WANTED, SaveCheckpoint(version=0)):
+            held.command(command, version=0)
+            counts.append(received(link).count(command))
+        held.command(WANTED, version=0)
+        alternation._phases.next_phase(num_closed=0, published=0, is_pinned=False, computes=True)
+        alternation.begin_computing()
+        return [*counts, received(link).count(WANTED)]
+
+    assert simulate(program()) == [0, 1, 1]

@@ -496,6 +496,8 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
             link.send(TakeMicroBatch(replica=0, step=step, index=index))
             while isinstance(answer := await _next(link, free), Command):
                 if isinstance(answer, ComputeLogprobs):
+                    with changed(world.device, IN_PLACE):  # it takes the device as much as training does
+                        await asyncio.sleep(10 * world.step_s)
                     link.send(logprobs_of(answer, version=step))
                 else:
                     link.send(CheckpointSaved(version=step, commit=record.sealed[step - 1].commit, num_bytes=0, save_s=0.0))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.scripted_run import Coming, ScriptedRun
+from pipelinerl.errors import NobodySends
+from pipelinerl.messages import Sample, StepDone
 from tests.sim.chaos import Faults, survive
+from tests.sim.memory import NetworkFaults
 from tests.sim.peers import Device, World
-from tests.sim.run import Prompts, config, run
+from tests.sim.run import Prompts, Simulated, config, run
 from tests.sim.test_recovery import check
+from tests.sim.test_script import KILLS as SCRIPT_KILLS
+from tests.sim.test_script import grpo, one_step_off, scripted
+
+Script = Callable[[ScriptedRun], Coroutine[Any, Any, None]]
 
 WORLD = World(token_s=1e-3, bad_score_fraction=0.05)
 
@@ -79,4 +89,150 @@ def test_nothing_is_lost_or_read_while_it_changes_whoever_is_killed_in_whichever
     faults = Faults(seed=1, until_s=60.0, **KILLS[who])
     survived = survive(colocated(trainer={"steps": 20}), folder=tmp_path, faults=faults, world=WORLD)
     check(survived, num_steps=20)
+    assert survived.kills
+
+
+# --- scripts ---------------------------------------------------------------------------------------------------------------------
+
+HELD_OUT = tuple(Prompts(9).next() for _ in range(2))
+
+
+def play(script: Script, folder: Path, **circumstances: Any) -> Simulated:
+    """Run a script whose engines and trainer take turns; nobody reads weights while they change."""
+    device, sections = Device(), {"pipeline": {"placement": "colocated", "max_staleness": 1, **circumstances.pop("pipeline", {})}}
+    ended = scripted(script, folder, settings=sections, world=World(token_s=1e-3, device=device), **circumstances)
+    assert device.problems == ended.problems() == []
+    return ended
+
+
+async def rows_of(asked: ScriptedRun, num_prompts: int = 2) -> list[Sample]:
+    return asked.advantages(await asked.score(asked.sample(asked.prompts(num_prompts))))
+
+
+def turns_of(ended: Simulated) -> list[str]:
+    """Who had the devices, one after the other."""
+    return [line["phase"] for line in ended.lines if line["kind"] == "phase"]
+
+
+def test_a_script_decides_the_turns_and_begins_as_it_does_apart(tmp_path: Path):
+    colocated_one = play(grpo, tmp_path / "colocated", pipeline={"mode": "sync"})
+    apart = scripted(grpo, tmp_path / "apart", settings={"pipeline": {"mode": "sync"}})
+    assert colocated_one.record.trained == apart.record.trained
+    assert turns_of(colocated_one) == ["training", "generation"] * 5, "one before the first policy is published, and one for each step"
+
+
+def test_what_is_asked_for_while_the_trainer_has_the_devices_is_sampled_after_the_publication(tmp_path: Path):
+    async def script(asked: ScriptedRun) -> None:
+        rows = await rows_of(asked)
+        ahead = asked.sample(asked.prompts(4))
+        done = asked.train(rows)
+        await asyncio.sleep(0.1)  # less than the trainer needs
+        later = asked.sample(asked.prompts(4))
+        await done
+        await asked.publish()
+        assert {int(one.versions.max()) for one in await later} == {1}
+        assert {int(one.versions.max()) for one in await ahead} <= {0, 1}
+
+    play(script, tmp_path)
+
+
+def test_steps_that_are_not_published_keep_engines_asleep_until_the_last_of_them_is(tmp_path: Path):
+    async def script(asked: ScriptedRun) -> None:
+        first, second = await rows_of(asked), await rows_of(asked)
+        await asked.train(first)
+        last = asked.train(second)
+        assert await asked.publish() == 2, "no policy before it will be there"
+        await last
+        assert {int(one.versions.max()) for one in await asked.sample(asked.prompts(1))} == {2}
+
+    ended = play(script, tmp_path)
+    assert turns_of(ended)[:4] == ["training", "generation", "training", "generation"]
+    assert {line["version"] for line in ended.lines if line["kind"] == "swap"} == {0, 2}
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_who_waits_for_rollouts_that_only_its_own_publication_could_bring_is_told(tmp_path: Path, is_scored: bool):
+    async def script(asked: ScriptedRun) -> None:
+        asked.train(await rows_of(asked))
+        ahead = asked.sample(asked.prompts(1))
+        await (asked.score(ahead) if is_scored else ahead)
+
+    with pytest.raises(NobodySends, match=r"engines sleep since step 0 was handed to the trainer.* policy 1\. Publish first"):
+        play(script, tmp_path, limit_s=200.0)
+
+
+def test_another_task_may_publish_what_the_one_that_waits_has_trained(tmp_path: Path):
+    async def publish(asked: ScriptedRun, step: Coming[StepDone]) -> None:
+        await step
+        await asyncio.sleep(5.0)
+        await asked.publish()
+
+    async def script(asked: ScriptedRun) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while asked.step < asked.num_steps:
+                tasks.create_task(publish(asked, asked.train(await rows_of(asked))))
+
+    assert len(play(script, tmp_path).record.sealed) == 4
+
+
+def test_engines_sleep_while_a_script_has_log_probabilities_computed_and_go_on_under_the_same_policy(tmp_path: Path):
+    async def script(asked: ScriptedRun) -> None:
+        await asked.train(await rows_of(asked))
+        await asked.publish()
+        ahead = asked.sample(asked.prompts(4))
+        rows = await rows_of(asked, num_prompts=8)
+        assert len(await asked.logprobs([one.trajectory for one in rows], model="policy")) == len(rows)
+        assert {int(one.versions.max()) for one in await ahead} == {1}
+        await asked.train(rows)
+        await asked.logprobs([one.trajectory for one in rows], model="policy")  # before the policy is published
+        await asked.publish()
+
+    ended = play(script, tmp_path, network=NetworkFaults(delay_s=0.05, jitter_s=0.2, seed=3))
+    assert turns_of(ended) == ["training", "generation"] * 4, "the first policy, a step, log-probabilities, and a step with others"
+
+
+def test_a_script_evaluates_a_policy_that_is_there_and_no_step_is_trained_in_its_place_meanwhile(tmp_path: Path):
+    async def script(asked: ScriptedRun) -> None:
+        rows = await rows_of(asked)
+        evaluation = asyncio.create_task(asked.evaluate())
+        await asyncio.sleep(0.05)  # an answer takes longer
+        asked.train(rows)
+        assert await evaluation is not None
+        with pytest.raises(NobodySends, match="policy 0 is gone: step 0 was handed to the trainer"):
+            await asked.evaluate()
+        await asked.publish()
+        await asked.evaluate()
+
+    ended = play(script, tmp_path, held_out=HELD_OUT)
+    told = [line for line in ended.lines if line["kind"] == "evaluation"]
+    assert [line["version"] for line in told] == [0, 1]
+    assert all(line["oldest_version"] == line["newest_version"] == line["version"] for line in told)
+
+
+def test_an_evaluation_that_engines_sleep_through_is_of_the_policy_that_wakes_them(tmp_path: Path):
+    async def script(asked: ScriptedRun) -> None:
+        rows = await rows_of(asked)
+        computing = asyncio.create_task(asked.logprobs([one.trajectory for one in rows], model="policy"))
+        await asyncio.sleep(0.05)
+        evaluation = asyncio.create_task(asked.evaluate())
+        await asyncio.sleep(0.0)
+        asked.train(rows)
+        await computing
+        await asked.publish()
+        assert await evaluation is not None
+
+    ended = play(script, tmp_path, held_out=HELD_OUT)
+    (told,) = [line for line in ended.lines if line["kind"] == "evaluation"]
+    assert told["oldest_version"] == told["newest_version"] == told["version"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", SCRIPT_KILLS)
+def test_a_script_loses_nothing_and_engines_read_nothing_that_changes_whoever_is_killed(tmp_path: Path, who: str):
+    settings = colocated(trainer={"steps": 20}, pipeline={"max_staleness": 1})
+    faults = Faults(seed=1, until_s=30.0, **SCRIPT_KILLS[who])
+    survived = survive(settings, folder=tmp_path, faults=faults, world=World(token_s=2e-3), script=one_step_off)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    assert survived.disk.version == survived.checker.num_done == 20
     assert survived.kills
