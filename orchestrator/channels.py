@@ -25,14 +25,18 @@ class Channels:
     """From engines, to the collecting half of generation."""
     turns: Channel[Turn] | None
     """None in a run without an environment."""
+    sampled: Channel[Trajectory]
+    """From generation; the same as `generated` in a run without a script."""
     generated: Channel[Trajectory]
-    """The same as `trajectories` in a run without a process reward model and without a script."""
+    """The same as `trajectories` in a run without a process reward model."""
     trajectories: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
     prm_scored: Channel[ScoredTrajectory]
-    """The same as `scored` in a run without a process reward model and without a script, which hands batching its groups itself."""
+    """The same as `scored` in a run without a process reward model."""
     group_scored: Channel[ScoredTrajectory]
     """The same as `prm_scored` in a run without rewards that compare siblings."""
+    grouped: Channel[ScoredTrajectory]
+    """To batching; the same as `group_scored` in a run without a script, which decides about groups itself."""
     packed: Channel[Row | StepEnd]
     """From the packing half of batching, to the half that waits for the ledger."""
     rows: Channel[Row | StepEnd]
@@ -43,7 +47,8 @@ class Channels:
     @property
     def queues(self) -> list[Channel[Any]]:
         """The channels between stages that carry samples, for the gauges."""
-        between = (self.prompts, self.generated, self.trajectories, self.scored, self.prm_scored, self.group_scored, self.rows)
+        scored = (self.scored, self.prm_scored, self.group_scored)
+        between = (self.prompts, self.sampled, self.generated, self.trajectories, *scored, self.rows)
         return list(dict.fromkeys(between))
 
 
@@ -67,21 +72,25 @@ def make_channels(
         bound, size = (queue_bytes, _num_bytes) if most is None else (most, _one)
         return Channel(name, giver=giver, taker=taker, watch=watch, bound_bytes=bound, size=size, label=_about)
 
-    last = "group_rewards" if compares_siblings else "batching"
-    between = "script" if in_script else "prm" if has_prm else None
-    trajectories = channel("trajectories", between or "generation", "scoring")
-    scored = channel("scored", "scoring", between or last)
-    prm_scored = scored if between is None else channel("prm_scored", between, last)
+    before, after = ("script", "script") if in_script else ("generation", "batching")  # the stages around those that score
+    trajectories = channel("trajectories", "prm" if has_prm else before, "scoring")
+    generated = channel("generated", before, "prm") if has_prm else trajectories
+    last = "group_rewards" if compares_siblings else after
+    scored = channel("scored", "scoring", "prm" if has_prm else last)
+    prm_scored = channel("prm_scored", "prm", last) if has_prm else scored
+    group_scored = channel("group_scored", "group_rewards", after) if compares_siblings else prm_scored
     policies = channel("policies", "training", "script" if in_script else "weight_sync", most=num_policies)
     return Channels(
         prompts=channel("prompts", "script" if in_script else "prompts", "generation", most=PROMPTS_AHEAD),
         completions=channel("completions", "engines", "generation"),
         turns=channel("turns", "generation", "environment") if has_environment else None,
-        generated=trajectories if between is None else channel("generated", "generation", between),
+        sampled=channel("sampled", "generation", "script") if in_script else generated,
+        generated=generated,
         trajectories=trajectories,
         scored=scored,
         prm_scored=prm_scored,
-        group_scored=channel("group_scored", "group_rewards", "batching") if compares_siblings else prm_scored,
+        group_scored=group_scored,
+        grouped=channel("grouped", "script", "batching") if in_script else group_scored,
         packed=channel("packed", "batching", "ledger"),
         rows=channel("rows", "batching", "training"),
         policies=policies,

@@ -275,15 +275,8 @@ def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> 
 
 def not_in_scripts(config: Config) -> Iterator[Finding]:
     """Name what a script's run cannot have, and what does nothing in it."""
-    for key, is_used in (("prm", config.prm.is_used), ("gateway", config.gateway is not None)):
-        if is_used:
-            yield Finding(Level.FAIL, key, "a script's run has none so far", do=f"leave section {key} out, or use `pipelinerl run`")
-    if config.compares_siblings:
-        do = "compare siblings in the script, and put what comes of it into their advantages"
-        yield Finding(Level.FAIL, "reward", "per = 'group' compares all siblings, and a script may score some", do=do)
-    if config.rollout.cut_after is not None:
-        do = "leave it out: drop siblings in the script"
-        yield Finding(Level.FAIL, "rollout.cut_after", "stops siblings early, and weighs the others, by a rule of the batch cut", do=do)
+    if config.gateway is not None:
+        yield Finding(Level.FAIL, "gateway", "a script's run has none so far", do="leave section gateway out, or use `pipelinerl run`")
     for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
         if key in getattr(config, section).model_fields_set:
             yield note(f"{section}.{key}", f"does nothing in a script's run unless the script reads it: {instead} says it")

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.channels import Channels
 from orchestrator.data.prompt_progress import PromptProgress
 from orchestrator.ledger.answers import Answers
 from orchestrator.ledger.ledger import Ledger
@@ -35,19 +34,14 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.membership import membership_of
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.script import ScriptBook
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.alternation import Alternation
-from orchestrator.stages.held_policies import HeldPolicies
 from orchestrator.stages.leasing import Leasing
 from orchestrator.stages.prompts import Source
-from orchestrator.stages.script import Script
 from orchestrator.stages.script_replay import ScriptReplay
-from orchestrator.stages.script_steps import ScriptSteps
-from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
@@ -136,9 +130,15 @@ class Parts:
             max_running=config.max_running_rollouts,
         )
         self.dispatch: Dispatch[Any] | None = dispatch_of(config, num_siblings=self.num_siblings)
-        self.group_cut: GroupCut | None = group_cut_of(config, num_siblings=self.num_siblings)
+        self.group_sizes: dict[int, int] = {}
+        """Siblings of the groups of which a script wants another number than `num_siblings`, while they are not over."""
+        if given.in_script:
+            self.group_sizes.update(collections.Counter(one.group_id for one in given.ledger.rollouts_in_flight().values()))
+        self.group_cut: GroupCut | None = group_cut_of(config, num_siblings=self.num_siblings, sizes=self.group_sizes)
         if self.group_cut is not None:
             self.group_cut.decisions.update(self.past.early_stops)
+        self.replay: ScriptReplay | None = None
+        """What leads a script that goes on through its calls; None in a run without a script."""
         self._connect()
 
     def _connect(self) -> None:
@@ -305,50 +305,6 @@ class Parts:
         ledger, watch = self.given.ledger, self.watch
         return Leasing(gateway=self.gateway, engines=self.engines, turns=turns, ledger=ledger, watch=watch, section=section)
 
-    def script(self, channels: Channels) -> Script | None:
-        """Return the stage of a script, in a run that one drives."""
-        config, past, rules = self.config, self.past, self.given.step_rules
-        if not self.given.in_script:
-            return None
-        next_step, waits = self.next_step, ScriptWaits(watch=self.watch, owner=Script.name)
-        self.replay = replay = ScriptReplay(self.given.answers, next_step=next_step, waits=waits)
-        bound = {"max_staleness": self.schedule.max_staleness, "withhold": rules.withhold if rules is not None else None}
-        trainer = {"trainer": self.trainer, "num_replicas": config.trainer.layout.replicas, "alternation": self.alternation}
-        held = HeldPolicies(policies=channels.policies, published=channels.published, **trainer)
-        held.publish(next_step)  # engines of a script that goes on take what the one before has trained
-        book = ScriptBook(num_steps=config.trainer.steps, first_step=0 if replay.is_kept else next_step, **bound)
-        steps = ScriptSteps(
-            held=held,
-            book=book,
-            admission=self.admission,
-            ledger=self.given.ledger,
-            waits=waits,
-            replay=replay,
-            next_step=next_step,
-            past=past,
-            intended=past.intended if next_step > past.open_step else None,
-            max_row_tokens=config.batch.max_tokens,
-            teachers=tuple(config.reference.teachers),
-        )
-        script = Script(
-            prompts=channels.prompts,
-            generated=channels.generated,
-            to_score=channels.trajectories,
-            scored=channels.scored,
-            book=book,
-            steps=steps,
-            waits=waits,
-            replay=replay,
-            unscored=replay.sampled & {one.rollout_id for group in past.interrupted for one in group.rollouts},
-            known={one.trajectory.rollout_id: one for one in past.scored if one.trajectory.group_id in replay.groups},
-            queue_bytes=config.pipeline.queue_bytes,
-            num_siblings=config.rollout.group_size,
-            adds_greedy=self.adds_greedy,
-            position=lambda: self.given.source.position,
-        )
-        self.progress.on_trained = steps.hear_done
-        return script
-
     def cut(self) -> BatchCut:
         """Return the rule that makes steps of groups as they come."""
         return BatchCut(
@@ -369,30 +325,34 @@ class Parts:
     @property
     def interrupted(self) -> tuple[InterruptedGroup, ...]:
         """The groups to issue again; of a script that is gone, those that the one which goes on awaits, without what it has read."""
-        if not self.given.in_script:
+        if (replay := self.replay) is None:
             return self.past.interrupted
         return tuple(
             dataclasses.replace(group, rollouts=left)
             for group in self.past.interrupted
-            if group.group_id in self.replay.groups
-            and (left := tuple(one for one in group.rollouts if one.rollout_id not in self.replay.sampled))
+            if group.group_id in replay.groups and (left := tuple(one for one in group.rollouts if one.rollout_id not in replay.sampled))
         )
 
     def grouping(self) -> Grouping:
         """Return a collection of siblings, to which groups that were complete before do not come again."""
-        return Grouping(group_size=self.num_siblings, first_group_id=self.past.next_group_id, still_open=self.past.running_groups)
+        past = self.past
+        return Grouping(
+            group_size=self.num_siblings, sizes=self.group_sizes, first_group_id=past.next_group_id, still_open=past.running_groups
+        )
 
     def restored(self, stage: str) -> tuple[ScoredTrajectory, ...]:
-        """Return the trajectories that were scored and not assigned before a restart, for the stage that is next to see them."""
+        """Return the trajectories that were scored and not assigned before a restart, for the stage that is next to see them.
+
+        Those of a script end with it, or wait until the one that goes on asks for their scores.
+        """
+        past = () if self.given.in_script else self.past.scored
+        return tuple(one for one in past if self.next_stage(one.trajectory.rollout_id) == stage)
+
+    def next_stage(self, rollout_id: str) -> str:
+        """Name the stage that is next to see a trajectory that was scored before a restart."""
         past, compares = self.past, self.config.compares_siblings
-        if self.given.in_script:  # what a script has not trained ends with it
-            return ()
-
-        def next_stage(rollout_id: str) -> str:
-            if compares and rollout_id in past.group_scored:
-                return "batching"
-            if self.prm is not None and rollout_id not in past.prm_scored:
-                return "prm"
-            return "group_rewards" if compares else "batching"
-
-        return tuple(one for one in past.scored if next_stage(one.trajectory.rollout_id) == stage)
+        if compares and rollout_id in past.group_scored:
+            return "batching"
+        if self.prm is not None and rollout_id not in past.prm_scored:
+            return "prm"
+        return "group_rewards" if compares else "batching"

@@ -11,12 +11,14 @@ share, `orchestrator.run` runs them.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from orchestrator.channels import make_channels
 from orchestrator.parts import Parts
 from orchestrator.recovery.open_steps import OpenSteps
+from orchestrator.script_stage import script_of
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.generation import Generation
@@ -28,6 +30,7 @@ from orchestrator.stages.training import Training
 from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.data.packing import Packing
+from pipelinerl.messages import EarlyStopDecision, Group, Trajectory
 from pipelinerl.runtime.stage import Stage
 
 MAX_DROPPED_STEPS = 10
@@ -48,12 +51,13 @@ class Pipeline:
             compares_siblings=config.compares_siblings,
             in_script=parts.given.in_script,
         )
-        self.script = parts.script(self.channels)
+        self.script = script_of(parts, self.channels)
         every = (*self._stages_of_rollouts(parts), *self._stages_of_steps(parts))
         self.stages: tuple[Stage, ...] = tuple(stage for stage in every if stage is not None)
         """The stages of this run, in the order of the flow."""
         if self.script is not None:  # `parts.given.in_script`
             self.script.steps.join(self.stages)
+            self.script.decision_of = functools.partial(self._decision_of, parts)
 
     def _stages_of_rollouts(self, parts: Parts) -> Iterator[Stage | None]:
         config, past, channels, ledger = parts.config, parts.past, self.channels, parts.given.ledger
@@ -89,7 +93,7 @@ class Pipeline:
         yield Generation(
             prompts=channels.prompts,
             completions=channels.completions,
-            trajectories=channels.generated,
+            trajectories=channels.sampled,
             engines=parts.engines,
             admission=parts.admission,
             credits=parts.credits,
@@ -130,10 +134,34 @@ class Pipeline:
                 restored=parts.restored("group_rewards"),
             )
 
+    def _decision_of(self, parts: Parts, trajectory: Trajectory) -> EarlyStopDecision | None:
+        """Return what a coin has decided about a trajectory that is not scored; None where none was tossed."""
+        attempt = (trajectory.rollout_id, trajectory.attempt)
+        if parts.group_cut is not None:
+            return parts.group_cut.decisions.get(attempt)
+        return None if self.prm is None else self.prm.decision_of(*attempt)
+
+    def _settled(self, parts: Parts) -> Callable[[Group], None]:
+        """Return what hears of every group that is over."""
+        script, prm, cut, settled = self.script, self.prm, parts.group_cut, parts.prompt_progress.settled
+        if script is None:
+            return settled
+
+        def hear(group: Group) -> None:
+            settled(group)
+            parts.group_sizes.pop(group.group_id, None)
+            for one in group.members:  # the script may have left it unscored
+                if prm is not None:
+                    prm.forget(one.trajectory.rollout_id)
+                if cut is not None:
+                    cut.decided(one.trajectory.rollout_id, one.trajectory.attempt)
+
+        return hear
+
     def _stages_of_steps(self, parts: Parts) -> Iterator[Stage]:
         config, given, past, channels = parts.config, parts.given, parts.past, self.channels
         yield Batching(
-            scored=channels.group_scored,
+            scored=channels.grouped,
             packed=channels.packed,
             rows=channels.rows,
             grouping=parts.grouping(),
@@ -145,7 +173,7 @@ class Pipeline:
             progress=parts.progress,
             max_dropped=sys.maxsize if given.is_replay else MAX_DROPPED_STEPS * config.batch.groups_per_step,
             causes=parts.function_errors.words,
-            settled=parts.prompt_progress.settled,
+            settled=self._settled(parts),
             restored=parts.restored("batching"),
             open_step=past.steps.get(past.open_step) if self.script is None else None,
         )

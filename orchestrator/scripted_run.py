@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from orchestrator.ledger.rollouts import Counts
-from orchestrator.rules.batch import Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
+from orchestrator.rules.batch import NO_FAILURE, Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
+from orchestrator.rules.script import ALL_STOPPED
 from orchestrator.run import Run
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Coming, Stream
@@ -24,7 +25,6 @@ from pipelinerl.messages import (
     Demonstration,
     Float32,
     LogprobModel,
-    Outcome,
     Prompt,
     Sample,
     ScoredTrajectory,
@@ -323,7 +323,7 @@ class ScriptedRun:
         rules, kept = self._given.step_rules, list[tuple[Siblings, list[Any]]]()
         refused: list[tuple[int, str, str]] = []
         for siblings in groups:
-            usable = tuple(member for member in siblings if member.score.outcome is Outcome.OK)
+            usable = tuple(member for member in siblings if member.score.outcome in NO_FAILURE)
             found = self._refusal(siblings, usable) or self._given.group_advantages(usable)
             if isinstance(found, tuple):
                 refused.append((siblings[0].trajectory.group_id, *found))
@@ -334,7 +334,9 @@ class ScriptedRun:
         if kept and rules is not None and rules.step_advantages is not None:
             usable_groups = [usable for usable, _ in kept]
             kept = list(zip(usable_groups, rules.step_advantages(usable_groups), strict=True))
-        return [sample for usable, columns in kept for sample in samples_of(usable, columns)], refused
+        samples = [samples_of(usable, columns) for usable, columns in kept]
+        refused += [(usable[0].trajectory.group_id, *ALL_STOPPED) for (usable, _), found in zip(kept, samples, strict=True) if not found]
+        return [sample for found in samples for sample in found], refused
 
     def _prompt(self, prompt: Prompt | Row) -> Prompt:
         if isinstance(prompt, Prompt):

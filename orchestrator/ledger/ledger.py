@@ -194,11 +194,11 @@ class Ledger:
             num_tokens=summary.num_tokens,
         )
 
-    def record_score(self, scored: ScoredTrajectory, *, now_s: float) -> None:
-        """Note that a scorer has answered, or could not: from here on the rollout survives a restart."""
+    def record_score(self, scored: ScoredTrajectory, *, now_s: float, by: str | None = None) -> None:
+        """Note that a scorer has answered, or could not: from here on the rollout survives a restart. `by`: who gave it in its place."""
         name = scored.trajectory.rollout_id
         with self.transaction():
-            self._record_outcome("scored", scored, now_s=now_s)
+            self._record_outcome("scored", scored, now_s=now_s, by=by)
             self.store.put(_SAMPLE, name, scored.trajectory.group_id, *[None] * 5, 0, 0)
             self.store.put(_TRAJECTORY, name, _without_prompt(scored))
 
@@ -355,10 +355,11 @@ class Ledger:
         """Write what is left and close the file."""
         self.store.close()
 
-    def _record_outcome(self, kind: str, scored: ScoredTrajectory, *, now_s: float) -> None:
+    def _record_outcome(self, kind: str, scored: ScoredTrajectory, *, now_s: float, by: str | None = None) -> None:
         trajectory, score = scored.trajectory, scored.score
         reason = f"{score.outcome}: {score.error}" if score.error else str(score.outcome)
-        self.record(kind, now_s=now_s, rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, reason=reason, reward=score.reward)
+        about = Columns(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt)
+        self.record(kind, now_s=now_s, **about | {"peer": by, "reason": reason, "reward": score.reward})
 
     def _complete(self, group_id: int, *, step: int, is_assigned: bool) -> None:
         self._num_completed += 1

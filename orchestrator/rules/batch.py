@@ -41,7 +41,7 @@ STOPPED_EARLY = "stopped early"
 GREEDY_BASELINE = "greedy baseline"
 """The reason given for a greedy rollout that has a reward."""
 
-_NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
+NO_FAILURE = (Outcome.OK, Outcome.STOPPED)
 
 Siblings = tuple[ScoredTrajectory, ...]
 """The siblings of a group that did not fail: each has a reward, or was stopped early. A greedy sibling is among them, as the last."""
@@ -178,8 +178,8 @@ class BatchCut:
 
     def take(self, group: Group) -> Verdict:
         """Assign a group to the step being filled, or drop it."""
-        siblings = tuple(member for member in group.members if member.score.outcome in _NO_FAILURE)
-        ended = [_failed(member) for member in group.members if member.score.outcome not in _NO_FAILURE]
+        siblings = tuple(member for member in group.members if member.score.outcome in NO_FAILURE)
+        ended = [_failed(member) for member in group.members if member.score.outcome not in NO_FAILURE]
         if len(sampled_of(siblings)) < min(self._min_group_size, len(sampled_of(group.members))):
             return self._drop(group, ended, siblings, TerminalStatus.FAILED, f"fewer than {self._min_group_size} siblings scored")
         if self._rules.adds_greedy and greedy_of(siblings) is None:
@@ -274,7 +274,7 @@ def greedy_of(members: Siblings) -> ScoredTrajectory | None:
 
 def ended_of(member: ScoredTrajectory, *, status: TerminalStatus, reason: str) -> Ended:
     """Return the end of a member that does not train: by its own failure or role in the group, else with this status and reason."""
-    if member.score.outcome not in _NO_FAILURE:
+    if member.score.outcome not in NO_FAILURE:
         return _failed(member)
     return _untrained(member) if _never_trains(member) else Ended(scored=member, status=status, reason=reason)
 

@@ -15,6 +15,8 @@ predicted of those that stop; here it is the mean reward so far. The price is va
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from orchestrator.rules.early_stop import coin
 from pipelinerl.config import Config
 from pipelinerl.messages import EarlyStopDecision
@@ -23,10 +25,14 @@ from pipelinerl.messages import EarlyStopDecision
 class GroupCut:
     """The siblings that have ended, by group, and the coins."""
 
-    def __init__(self, *, cut_after: int, keep_probability: float, group_size: int, seed: int) -> None:
+    def __init__(
+        self, *, cut_after: int, keep_probability: float, group_size: int, seed: int, sizes: Mapping[int, int] | None = None
+    ) -> None:
+        """`sizes` has the groups of another size than `group_size`; it may change meanwhile."""
         self._cut_after = cut_after
         self._keep_probability = keep_probability
         self._group_size = group_size
+        self._sizes = {} if sizes is None else sizes
         self._seed = seed
         self._ended: dict[int, set[int]] = {}
         """Siblings that have ended, of groups that are not whole."""
@@ -39,12 +45,12 @@ class GroupCut:
 
     def ended(self, group_id: int, sibling: int) -> tuple[int, ...]:
         """Note that a sibling has ended; return those about whom to decide now: all others, at one moment, once for each group."""
-        ended = self._ended.setdefault(group_id, set())
+        ended, size = self._ended.setdefault(group_id, set()), self._sizes.get(group_id, self._group_size)
         ended.add(sibling)
-        if len(ended) == self._group_size:
+        if len(ended) == size:
             del self._ended[group_id]
         is_now = len(ended) == self._cut_after
-        return tuple(other for other in range(self._group_size) if other not in ended) if is_now else ()
+        return tuple(other for other in range(size) if other not in ended) if is_now else ()
 
     def decide(self, rollout_id: str, attempt: int) -> EarlyStopDecision:
         """Toss the coin of a rollout that is still being written."""
@@ -70,11 +76,15 @@ class GroupCut:
         return {"num_cut_decided": self.num_decided, "num_cut_stopped": self.num_stopped, "cut_keep_probability": self._keep_probability}
 
 
-def group_cut_of(config: Config, *, num_siblings: int) -> GroupCut | None:
+def group_cut_of(config: Config, *, num_siblings: int, sizes: Mapping[int, int] | None = None) -> GroupCut | None:
     """Return the cut that a config asks for; None where every rollout is written to its end."""
     rollout = config.rollout
     if rollout.cut_after is None:
         return None
     return GroupCut(
-        cut_after=rollout.cut_after, keep_probability=rollout.cut_keep_probability, group_size=num_siblings, seed=config.run.seed
+        cut_after=rollout.cut_after,
+        keep_probability=rollout.cut_keep_probability,
+        group_size=num_siblings,
+        sizes=sizes,
+        seed=config.run.seed,
     )

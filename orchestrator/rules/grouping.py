@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from pipelinerl.messages import Group, ScoredTrajectory
 
@@ -10,10 +10,16 @@ from pipelinerl.messages import Group, ScoredTrajectory
 class Grouping:
     """The collection of scored siblings. A second result for the same sibling is fenced: the first one counts."""
 
-    def __init__(self, *, group_size: int, first_group_id: int = 0, still_open: Collection[int] = ()) -> None:
-        """Let only `still_open` of the groups below `first_group_id` complete: an earlier process of the run admitted those."""
+    def __init__(
+        self, *, group_size: int, sizes: Mapping[int, int] | None = None, first_group_id: int = 0, still_open: Collection[int] = ()
+    ) -> None:
+        """Let only `still_open` of the groups below `first_group_id` complete: an earlier process of the run admitted those.
+
+        `sizes` has the groups of another size than `group_size`; it may change meanwhile.
+        """
         self.num_fenced = 0
         self._group_size = group_size
+        self._sizes = {} if sizes is None else sizes
         self._open: dict[int, dict[int, ScoredTrajectory]] = {}
         self._all_closed_below = min(still_open, default=first_group_id)
         self._closed = set(range(self._all_closed_below, first_group_id)) - set(still_open)
@@ -35,7 +41,7 @@ class Grouping:
             self.num_fenced += 1
             return None
         members[trajectory.sibling] = scored
-        if len(members) < self._group_size:
+        if len(members) < self._sizes.get(trajectory.group_id, self._group_size):
             return None
         del self._open[trajectory.group_id]
         self._note_closed(trajectory.group_id)

@@ -14,34 +14,16 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
-
-from orchestrator.rules.batch import Ended, Siblings, ended_of, is_stale
+from orchestrator.rules.batch import STOPPED_EARLY, Siblings, is_stale
+from orchestrator.rules.script_decisions import Decision, check_row, decision, left_out, score_of
 from pipelinerl.errors import NobodySends, NothingTrained, RolloutsUnread, ScriptError, TrainedTwice
-from pipelinerl.messages import Group, Outcome, Sample, Score, ScoredTrajectory, TerminalStatus, Trajectory
+from pipelinerl.messages import Group, Sample, ScoredTrajectory, TerminalStatus, Trajectory
 
-LEFT_OUT = "the script left it out"
-"""The reason given for a sibling that is not among the rows of the step that its group ended with."""
-UNSCORED = "the script did not score it"
+ALL_STOPPED = (TerminalStatus.FILTERED, STOPPED_EARLY)
+"""Why a group has no rows all of whose siblings were stopped early: it takes its place in the step all the same (`rules.batch`)."""
 TOO_OLD = "oldest token over {} versions old"
-SCRIPT = "script"
-"""The component of a score that the script itself gave."""
 MAX_REMEMBERED = 1 << 16
 """Groups that are over whose end is remembered for error messages. More only costs memory."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What becomes of a group, as a script has decided."""
-
-    group: Group
-    """All its siblings; those that were never scored have an invalid score."""
-    samples: tuple[Sample, ...] = ()
-    """Those that train; none where the group is dropped."""
-    ended: tuple[Ended, ...]
-    """The others."""
-    is_filtered: bool = False
-    """True where the method's filter has dropped it."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -51,6 +33,8 @@ class _OpenGroup:
     num_siblings: int
     members: dict[str, Trajectory] = dataclasses.field(default_factory=dict)
     """Those that the script has read, by name."""
+    stopped: set[str] = dataclasses.field(default_factory=set)
+    """Those of them that a coin has stopped early."""
     in_scoring: set[str] = dataclasses.field(default_factory=set)
     scores: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
     refused: tuple[TerminalStatus, str] | None = None
@@ -68,8 +52,10 @@ class _OpenGroup:
 class ScriptBook:
     """The accounts of one script."""
 
-    def __init__(self, *, num_steps: int, max_staleness: int, withhold: int | None = None, first_step: int = 0) -> None:
-        """`withhold`: see `rules.batch.StepRules`."""
+    def __init__(
+        self, *, num_steps: int, max_staleness: int, withhold: int | None = None, stops_early: bool = False, first_step: int = 0
+    ) -> None:
+        """`withhold`: see `rules.batch.StepRules`. `stops_early`: coins stop rollouts, and those that go on weigh more."""
         self.step = first_step
         """The step that comes next."""
         self.published = first_step
@@ -79,6 +65,7 @@ class ScriptBook:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._withhold = withhold
+        self._stops_early = stops_early
         self._open: dict[int, _OpenGroup] = {}
         self._ended: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._expired: set[int] = set()
@@ -121,10 +108,12 @@ class ScriptBook:
         """Return how many rollouts a group has that is not over."""
         return self._open[group_id].num_siblings
 
-    def read(self, trajectory: Trajectory) -> None:
+    def read(self, trajectory: Trajectory, *, is_stopped: bool = False) -> None:
         """Note that the script has a rollout."""
         if (group := self._open.get(trajectory.group_id)) is not None:
             group.members[trajectory.rollout_id] = trajectory
+            if is_stopped:
+                group.stopped.add(trajectory.rollout_id)
 
     def begin_scoring(self, trajectory: Trajectory) -> None:
         """Note that a rollout is to be scored. Raises `TrainedTwice` where it was before, `ScriptError` for one of another run."""
@@ -175,12 +164,14 @@ class ScriptBook:
         Raises, and changes nothing, `NobodySends` after the last step; `TrainedTwice` for a rollout that is over; `RolloutsUnread` for a
         group with a sibling that the script has not read; `ScriptError` for rows that are none, or of which none is young enough.
         """
-        offered = self._check_rows(rows)
+        all_stopped = self._all_stopped()
+        offered = self._check_rows(rows, may_be_none=bool(all_stopped))
+        all_stopped -= offered.keys()
         trained, stale = [], []
         for group_id, samples in offered.items():
             members = tuple(self._member(group_id, sample.trajectory, reward=sample.reward) for sample in samples)
             (stale if self.is_too_old(members) else trained).append(group_id)
-        if not trained:
+        if not trained and not all_stopped:
             raise ScriptError(
                 f"train: the rows are of {len({row.trajectory.group_id for row in rows})} groups, each with a token more than"
                 f" pipeline.max_staleness = {self._max_staleness} versions older than step {self.step}. Sample anew, or train sooner what"
@@ -194,9 +185,9 @@ class ScriptBook:
         ]
         for member in given:
             self.scored(member)
-        decisions = [*self.drops(besides=offered), *(self._drop(group_id, *self.too_old) for group_id in stale)]
-        decisions += [self._drop(group_id, *self.too_old) for group_id in self._forgotten(besides=offered)]
-        decisions += [self._assign(group_id, offered[group_id]) for group_id in trained]
+        decisions = [*self.drops(besides=offered.keys() | all_stopped), *(self._drop(group_id, *self.too_old) for group_id in stale)]
+        decisions += [self._drop(group_id, *self.too_old) for group_id in self._forgotten(besides=offered.keys() | all_stopped)]
+        decisions += [self._assign(group_id, offered.get(group_id, ())) for group_id in (*trained, *sorted(all_stopped))]
         self.step += 1
         return decisions, given
 
@@ -241,10 +232,10 @@ class ScriptBook:
                 f"{call}: all {self._num_steps} steps are trained (trainer.steps): nobody would train another. Raise trainer.steps"
             )
 
-    def _check_rows(self, rows: Sequence[Sample]) -> dict[int, list[Sample]]:
+    def _check_rows(self, rows: Sequence[Sample], *, may_be_none: bool) -> dict[int, list[Sample]]:
         """Return the rows by group, in order of appearance."""
         self._check_step_is_left(call="train")
-        if not rows:
+        if not rows and not may_be_none:
             raise ScriptError("train: no rows. Where a filter has dropped every group, sample more before training")
         offered: dict[int, list[Sample]] = {}
         names: set[str] = set()
@@ -256,7 +247,7 @@ class ScriptBook:
             if trajectory.rollout_id in names:
                 raise TrainedTwice(f"train: rollout {trajectory.rollout_id} is twice among the rows")
             names.add(trajectory.rollout_id)
-            _check_row(sample, group.scores.get(trajectory.rollout_id))
+            check_row(sample, group.scores.get(trajectory.rollout_id), stops_early=self._stops_early)
             offered.setdefault(trajectory.group_id, []).append(sample)
         for group_id in offered:
             self._check_is_settled(group_id)
@@ -288,8 +279,10 @@ class ScriptBook:
 
     def _member(self, group_id: int, trajectory: Trajectory, *, reward: float | None = None) -> ScoredTrajectory:
         """Return a sibling with its score; with the script's own where there is no other."""
-        known = self._open[group_id].scores.get(trajectory.rollout_id)
-        return known if known is not None else ScoredTrajectory(trajectory=trajectory, score=_score(trajectory, reward))
+        group, name = self._open[group_id], trajectory.rollout_id
+        if (known := group.scores.get(name)) is not None:
+            return known
+        return ScoredTrajectory(trajectory=trajectory, score=score_of(trajectory, reward, is_stopped=name in group.stopped))
 
     def _forgotten(self, *, besides: Collection[int]) -> list[int]:
         """Return the groups of which no sibling could be trained any more."""
@@ -302,13 +295,17 @@ class ScriptBook:
         ]
 
     def _assign(self, group_id: int, samples: Sequence[Sample]) -> Decision:
-        return _decision(group_id, self._end(group_id, f"ended with step {self.step}"), samples)
+        return decision(group_id, self._end(group_id, f"ended with step {self.step}"), samples, step=self.step)
+
+    def _all_stopped(self) -> set[int]:
+        """Return the groups that take a place in the step that comes next with nothing to train: `advantages` was given all of them."""
+        return {number for number, group in self._open.items() if group.is_settled and group.refused == ALL_STOPPED}
 
     def _drop(self, group_id: int, status: TerminalStatus, reason: str) -> Decision:
         members = self._end(group_id, f"was dropped as {status} ({reason})")
         if status is TerminalStatus.STALE:
             self._expired.add(group_id)
-        ended = tuple(_left_out(member, status, reason) for member in members)
+        ended = tuple(left_out(member, status, reason) for member in members)
         is_filtered = status is TerminalStatus.FILTERED
         return Decision(group=Group(group_id=group_id, members=members), ended=ended, is_filtered=is_filtered)
 
@@ -319,59 +316,3 @@ class ScriptBook:
             self._expired.discard(self._ended.popitem(last=False)[0])
         del self._open[group_id]
         return tuple(sorted(members, key=lambda member: member.trajectory.sibling))
-
-
-def finish(samples: Iterable[Sample], scored: Iterable[ScoredTrajectory]) -> list[Decision]:
-    """Return the decisions that an interrupted process of the run had made about these samples; `scored` are siblings, too."""
-    chosen: dict[int, list[Sample]] = {}
-    for sample in samples:
-        chosen.setdefault(sample.trajectory.group_id, []).append(sample)
-    members: dict[int, list[ScoredTrajectory]] = {group_id: [] for group_id in chosen}
-    for member in scored:
-        if member.trajectory.group_id in chosen:
-            members[member.trajectory.group_id].append(member)
-    return [_decision(group_id, tuple(members[group_id]), own) for group_id, own in chosen.items()]
-
-
-def _decision(group_id: int, members: Siblings, samples: Sequence[Sample]) -> Decision:
-    names = {sample.trajectory.rollout_id for sample in samples}
-    others = [member for member in members if member.trajectory.rollout_id not in names]
-    ended = tuple(_left_out(member, TerminalStatus.FILTERED, LEFT_OUT) for member in others)
-    return Decision(group=Group(group_id=group_id, members=members), samples=tuple(samples), ended=ended)
-
-
-def _left_out(member: ScoredTrajectory, status: TerminalStatus, reason: str) -> Ended:
-    """End a sibling that does not train; nobody has found one to fail that was never scored."""
-    return (
-        Ended(scored=member, status=status, reason=reason)
-        if member.score.error == UNSCORED
-        else ended_of(member, status=status, reason=reason)
-    )
-
-
-def _check_row(sample: Sample, scored: ScoredTrajectory | None) -> None:
-    """Raise `ScriptError` for a row that cannot train, or that is not of the score that the ledger has."""
-    trajectory = sample.trajectory
-    if not trajectory.num_trained_tokens or trajectory.is_greedy:
-        why = "is greedy, and serves for its reward alone" if trajectory.is_greedy else f"has no sampled token ({trajectory.error})"
-        raise ScriptError(f"train: rollout {trajectory.rollout_id} {why}. Leave it out of the rows")
-    if not np.isfinite(sample.advantages).all() or not np.isfinite(sample.reward):
-        raise ScriptError(f"train: rollout {trajectory.rollout_id} has a reward or an advantage that is not finite")
-    if scored is not None and (sample.reward != scored.score.reward or sample.weight != scored.weight):
-        raise ScriptError(
-            f"train: rollout {trajectory.rollout_id} comes with the reward {sample.reward} and was scored {scored.score.reward}"
-            f" ({scored.score.outcome}): what changes a reward belongs into the advantages, the reward stays what was scored"
-        )
-
-
-def _score(trajectory: Trajectory, reward: float | None) -> Score:
-    """Return the score that a script gives a rollout; without a reward, the one of a rollout that nobody has scored."""
-    outcome = Outcome.INVALID if reward is None else Outcome.OK
-    return Score(
-        rollout_id=trajectory.rollout_id,
-        attempt=trajectory.attempt,
-        outcome=outcome,
-        reward=reward,
-        components={} if reward is None else {SCRIPT: reward},
-        error=UNSCORED if reward is None else "",
-    )

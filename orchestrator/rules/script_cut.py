@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.rules.batch import Siblings, Verdict
-from orchestrator.rules.script import Decision
+from orchestrator.rules.script_decisions import Decision
 from pipelinerl.messages import Group, Sample
 
 
@@ -28,14 +28,15 @@ class ScriptCut:
 
     def restore(self, samples: Sequence[Sample], *, num_groups: int, groups: Sequence[Siblings], num_stopped: int = 0) -> None:
         """Take over what an earlier process of the run has assigned to the step being filled."""
-        self._num_samples = len(samples)
+        self._num_samples = len(samples) + num_stopped
         self._num_tokens = sum(sample.trajectory.num_trained_tokens for sample in samples)
 
     def take(self, group: Group) -> Verdict:
         """Carry out what was decided about a group."""
         decision = self._decisions.pop(group.group_id)
         samples = decision.samples
-        self._num_samples += len(samples)
+        num_stopped = sum(one.step is not None for one in decision.ended)  # they were started, so sums are divided by them, too
+        self._num_samples += len(samples) + num_stopped
         self._num_tokens += sum(sample.trajectory.num_trained_tokens for sample in samples)
         return Verdict(
             group=group,
@@ -43,7 +44,7 @@ class ScriptCut:
             samples=samples,
             delivered=samples,
             ended=decision.ended,
-            is_assigned=bool(samples),
+            is_assigned=bool(samples) or num_stopped > 0,
             is_filtered=decision.is_filtered,
         )
 

@@ -162,6 +162,11 @@ class PrmScoring:
         names = ("num_waiting_tokens", *(("num_hopeless", "num_stopped", "num_saved_tokens") if self.stopping is not None else ()))
         return msgspec.structs.asdict(self.prm.load) | {name: getattr(self, name) for name in names}
 
+    def decision_of(self, rollout_id: str, attempt: int) -> EarlyStopDecision | None:
+        """Return the outcome of the coin about an attempt that is not scored; None where none was tossed."""
+        trace = self._traces.get(rollout_id)
+        return trace.decision if trace is not None and trace.attempt == attempt else self.decisions.get((rollout_id, attempt))
+
     def take(self, request: Generate, tokens: Tokens) -> None:
         """Send the model the tokens with which an engine continues a sequence."""
         trace = self._trace(request.rollout_id, request.attempt, request.token_ids)
@@ -172,7 +177,7 @@ class PrmScoring:
     async def _pass_on(self) -> None:
         async for trajectory in self.generated:
             if trajectory.finish is Finish.ERROR:
-                self._forget(trajectory.rollout_id)
+                self.forget(trajectory.rollout_id)
             elif (decision := self._trace_of(trajectory).decision) is not None and decision.stops:
                 await self._end(trajectory, decision)
                 continue
@@ -189,7 +194,7 @@ class PrmScoring:
     async def _take_scored(self, scored: ScoredTrajectory) -> None:
         await self.prm_scored.claim(scored.trajectory.num_bytes)
         if scored.score.outcome is not Outcome.OK:
-            self._forget(scored.trajectory.rollout_id)
+            self.forget(scored.trajectory.rollout_id)
             self._answer(scored)
             return
         trace = self._complete(scored.trajectory)
@@ -214,7 +219,7 @@ class PrmScoring:
         """Return the trace of an attempt; the trace of an older attempt is given up for it."""
         trace = self._traces.get(rollout_id)
         if trace is None or trace.attempt < attempt:
-            self._forget(rollout_id)
+            self.forget(rollout_id)
             decision = self.decisions.get((rollout_id, attempt))
             trace = _Trace(rollout_id=rollout_id, attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
             self._traces[rollout_id] = trace
@@ -237,7 +242,8 @@ class PrmScoring:
             )
         )
 
-    def _forget(self, rollout_id: str) -> None:
+    def forget(self, rollout_id: str) -> None:
+        """Have nothing more said about a rollout that needs no scores of its steps."""
         trace = self._traces.pop(rollout_id, None)
         if trace is not None:
             self._withdraw(trace)

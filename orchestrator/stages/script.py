@@ -12,6 +12,8 @@ import functools
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from orchestrator.ledger.answers import Event, Kind
 from orchestrator.rules.script import ScriptBook
 from orchestrator.stages.prompts import Drawn
@@ -19,14 +21,24 @@ from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_steps import ScriptSteps
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
-from pipelinerl.errors import NobodySends, RolloutsUnread
-from pipelinerl.messages import Prompt, Score, ScoredTrajectory, Trajectory
+from pipelinerl.errors import NobodySends, RolloutsUnread, ScriptError
+from pipelinerl.messages import EarlyStopDecision, Message, Outcome, Prompt, Score, ScoredTrajectory, TraceScores, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.transport.codec import Decoder, encode
 
 _T = TypeVar("_T")
 _trajectories: Decoder[Trajectory] = Decoder(Trajectory)
-_scores: Decoder[Score] = Decoder(Score)
+
+
+class _Judged(Message, frozen=True):
+    """What is recorded of a scored rollout, beside the rollout."""
+
+    score: Score
+    steps: TraceScores | None = None
+    early_stop: EarlyStopDecision | None = None
+
+
+_judged: Decoder[_Judged] = Decoder(_Judged)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -46,7 +58,7 @@ class Script:
 
     name = "script"
     prompts: Channel[Drawn]
-    generated: Channel[Trajectory]
+    sampled: Channel[Trajectory]
     to_score: Channel[Trajectory]
     scored: Channel[ScoredTrajectory]
     book: ScriptBook
@@ -55,12 +67,20 @@ class Script:
     replay: ScriptReplay
     known: dict[str, ScoredTrajectory]
     """What was scored for the script before, and that it still holds or awaits, by rollout."""
+    unfinished: dict[str, Channel[ScoredTrajectory]]
+    """Those of them that are to be compared, or whose steps are to be scored, with the way to the stage that does it."""
     unscored: frozenset[str]
     """The rollouts that it had read and that were not scored."""
     queue_bytes: int
     num_siblings: int
     """Rollouts of each group, without a greedy one, where the script does not say how many."""
     adds_greedy: bool
+    compares_siblings: bool
+    """True where rewards compare the siblings of a group."""
+    group_sizes: dict[int, int]
+    """See `Parts`."""
+    decision_of: Callable[[Trajectory], EarlyStopDecision | None] = lambda trajectory: None
+    """The callback returns what a coin has decided about a rollout that is not scored."""
     position: Callable[[], tuple[int, int]]
     """The callback returns the position of the prompt source."""
     _asked: collections.deque[tuple[int, Drawn]] = dataclasses.field(default_factory=collections.deque)
@@ -130,13 +150,14 @@ class Script:
         self.check()
         is_stream = isinstance(rollouts, AsyncIterable)
         known = [] if is_stream else list(rollouts)
+        self._check_whole(known)
         call = self.replay.begin("score", is_stream, *(one.rollout_id for one in known))
         intake: Intake[ScoredTrajectory] = self._begin("score", call, room=self._scores, num_bytes=_bytes_of_scored)
         if is_stream:
             intake.is_whole = False
             feeding = self._score_each(rollouts, intake)
         else:
-            feeding = self._send([rollout for rollout in known if self._begin_scoring(rollout, intake)])
+            feeding = self._send_all([rollout for rollout in known if self._begin_scoring(rollout, intake)])
         assert self.waits.tasks is not None, "calls come once the stages run"
         feeder = self.waits.tasks.create_task(feeding)
         self.waits.feeders.add(feeder)
@@ -179,12 +200,12 @@ class Script:
             return None
         result = intake.take()
         if isinstance(result, Trajectory):
-            self.book.read(result)
+            self._read(result)
             self.replay.note(
                 intake.call, Kind.RESULT, words=result.rollout_id, number=result.group_id, body=functools.partial(encode, result)
             )
         elif isinstance(result, ScoredTrajectory):
-            body = functools.partial(encode, result.score)
+            body = functools.partial(encode, _Judged(score=result.score, steps=result.steps, early_stop=result.early_stop))
             self.replay.note(intake.call, Kind.RESULT, words=result.trajectory.rollout_id, body=body)
         self._has_room.set()
         return result
@@ -216,8 +237,13 @@ class Script:
         trajectory = _trajectories.decode(self.replay.body(event))
         if event.words in self.unscored:  # for the ledger, an attempt that has no score ended with the process that had it
             self.steps.ledger.hold(trajectory, now_s=asyncio.get_running_loop().time())
-        self.book.read(trajectory)
+        self._read(trajectory)
         return trajectory
+
+    def _read(self, trajectory: Trajectory) -> None:
+        known, decision = self.known.get(trajectory.rollout_id), self.decision_of(trajectory)
+        is_stopped = decision is not None and decision.stops if known is None else known.score.outcome is Outcome.STOPPED
+        self.book.read(trajectory, is_stopped=is_stopped)
 
     def _check_somebody_sends(self, intake: Intake[Any]) -> None:
         """Raise where nothing can come that a stream waits for."""
@@ -275,11 +301,12 @@ class Script:
             intake.num_left -= num_siblings
         else:
             self._sampling[group_id] = intake
+            self.group_sizes[group_id] = num_siblings
             self.book.admitted(group_id, num_siblings=num_siblings)
         intake.changed.set()
 
     async def _hear_rollouts(self) -> None:
-        async for trajectory in self.generated:
+        async for trajectory in self.sampled:
             await self._wait_for_room(self._rollouts)
             self._arrive(trajectory)
 
@@ -298,25 +325,46 @@ class Script:
         self.book.begin_scoring(rollout)
         intake.num_left += 1
         name = rollout.rollout_id
-        known = self.known.pop(name, None)
+        known = None if name in self.unfinished else self.known.pop(name, None)
         if (event := next((one for one in self.replay.results(intake.call) if one.words == name), None)) is not None:  # read in its turn
-            self._scored_before[name] = ScoredTrajectory(trajectory=rollout, score=_scores.decode(self.replay.body(event)))
+            judged = _judged.decode(self.replay.body(event))
+            self._scored_before[name] = ScoredTrajectory(trajectory=rollout, **msgspec.structs.asdict(judged))
             self.book.scored(self._scored_before[name])
             return False
         self._scoring[name] = intake
         if known is not None:
-            self._take_score(ScoredTrajectory(trajectory=rollout, score=known.score))
+            self._take_score(msgspec.structs.replace(known, trajectory=rollout))
         return known is None
 
-    async def _send(self, rollouts: Iterable[Trajectory]) -> None:
+    async def _send_all(self, rollouts: Iterable[Trajectory]) -> None:
         for rollout in rollouts:
+            await self._send(rollout)
+
+    async def _send(self, rollout: Trajectory) -> None:
+        """Have a rollout scored, or what is left of that where it was interrupted."""
+        if (way := self.unfinished.pop(rollout.rollout_id, None)) is None:
             await self.to_score.put(rollout)
+        else:
+            await way.put(msgspec.structs.replace(self.known.pop(rollout.rollout_id), trajectory=rollout))
+
+    def _check_whole(self, rollouts: Iterable[Trajectory]) -> None:
+        """Raise `ScriptError` where rewards compare siblings and some of a group are missing."""
+        held = [rollout.group_id for rollout in rollouts if self.compares_siblings and self.book.holds(rollout)]
+        for group_id, num_given in collections.Counter(held).items():
+            if num_given < (num_siblings := self.book.num_siblings(group_id)):
+                raise ScriptError(
+                    f"score: {num_given} of the {num_siblings} siblings of group {group_id} are given, and a reward compares all of them"
+                    ' (per = "group"). Give one call of score all siblings, or what sample returned'
+                )
 
     async def _score_each(self, rollouts: AsyncIterable[Trajectory], intake: Intake[ScoredTrajectory]) -> None:
+        given: list[Trajectory] = []
         try:
             async for rollout in rollouts:
                 if self._begin_scoring(rollout, intake):
-                    await self.to_score.put(rollout)
+                    await self._send(rollout)
+                given += [rollout] * self.compares_siblings
+            self._check_whole(given)
         except Exception as error:  # the script's own iterator, or a misuse: the call that reads the scores raises it
             intake.failure = error
         intake.is_whole = True

@@ -16,8 +16,9 @@ from orchestrator.ledger.step_losses import OWN_LOSS, StepLoss
 from orchestrator.recovery.checkpoints import Checkpoints
 from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rules.admission import Admission
-from orchestrator.rules.script import Decision, ScriptBook, finish
+from orchestrator.rules.script import ScriptBook
 from orchestrator.rules.script_cut import ScriptCut
+from orchestrator.rules.script_decisions import SCRIPT, Decision, finish
 from orchestrator.rules.validation.trainer import TrainerProgress, logprobs_computed
 from orchestrator.rules.validation.violations import Violation
 from orchestrator.stages.batching import Batching
@@ -110,7 +111,7 @@ class ScriptSteps:
         decisions, given = self.book.train(rows)
         call = self._begin("train", loss, *((row.trajectory.rollout_id, row.reward, row.advantages.tobytes()) for row in rows))
         for scored in () if self.replay.is_recorded(call) else given:
-            self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time())
+            self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time(), by=SCRIPT)
         return self._step(call, decisions, StepLoss(name=loss))
 
     def sft(self, rows: Sequence[Demonstration]) -> Coming[StepDone]:
@@ -274,7 +275,7 @@ class ScriptSteps:
         """Cancel what the script before has asked for and not trained; return what it had decided about the step that it was interrupted
         in.
         """
-        decisions = finish(self.intended.samples, self.past.scored) if self.intended is not None else []
+        decisions = finish(self.intended.samples, self.past.scored, step=self.intended.step) if self.intended is not None else []
         kept = self.replay.groups or {decision.group.group_id for decision in decisions}
         scored = {one.trajectory.rollout_id for one in self.past.scored}
         now_s = asyncio.get_running_loop().time()

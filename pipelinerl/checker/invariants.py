@@ -9,7 +9,8 @@ early stop     where rollouts may be stopped, an attempt is decided about once, 
                has no reward, is never assigned, and counts among the samples of the step of its group
 baseline       where groups have a greedy sibling, it is never assigned, ends as filtered by that reason where it has a reward, and no
                sibling of one without a reward is assigned
-comparison     where siblings are compared, each is so once, after its own score, and none is assigned before
+comparison     where siblings are compared, each is so once, after its own score, and none is assigned before; as with steps, but for a
+               sample whose reward the script itself gave
 exactly once   a sample is assigned to one step, packed in one position of one row, and trained in that step, with as many sampled tokens
                as were generated, each once whatever the shape of its episode; a step is done once and in turn, and is done again only
                after the trainer started from a checkpoint that does not hold it; a trainer that survives the orchestrator goes on at

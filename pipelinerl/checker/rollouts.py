@@ -99,6 +99,7 @@ class RolloutInvariants:
             (entry.reason == "stopped") == rollout.is_stopped, f"is scored as {entry.reason}; stopped early: {rollout.is_stopped}"
         )
         rollout.is_out, rollout.is_scored, rollout.has_reward = False, True, entry.reward is not None
+        rollout.is_own_score = entry.peer == "script"
 
     def on_prm_scored(self, entry: Entry, rollout: Rollout) -> None:
         self._require(bool(self._run.settings.get("has_prm")), "is scored step by step in a run without a process reward model")
@@ -120,8 +121,10 @@ class RolloutInvariants:
     def on_assigned(self, entry: Entry, rollout: Rollout) -> None:
         assert entry.step is not None
         self._require(rollout.has_reward and not rollout.status, "is assigned without a reward, or after its end")
-        self._require(rollout.is_prm_scored or not self._run.settings.get("has_prm"), "is assigned before its steps were scored")
-        self._require(rollout.is_group_scored or not self._run.settings.get("has_group_rewards"), "is assigned before it was compared")
+        lacks_steps = self._run.settings.get("has_prm") and not rollout.is_prm_scored
+        self._require(rollout.is_own_score or not lacks_steps, "is assigned before its steps were scored")
+        lacks_comparison = self._run.settings.get("has_group_rewards") and not rollout.is_group_scored
+        self._require(rollout.is_own_score or not lacks_comparison, "is assigned before it was compared")
         self._require(rollout.step is None, f"is assigned to step {entry.step}, and was in {rollout.step}")
         self._require(not self._run.is_greedy(), "is assigned, and is greedy")
         greedy = self._run.rollouts.get(f"{rollout.group_id}/{self._run.settings['group_size']}")

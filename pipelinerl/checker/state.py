@@ -33,6 +33,8 @@ class Rollout:
     """Its attempt about which a decision has fallen."""
     is_stopped: bool = False
     is_scored: bool = False
+    is_own_score: bool = False
+    """Its score is one that the script itself gave, which nothing is added to."""
     is_prm_scored: bool = False
     is_group_scored: bool = False
     has_reward: bool = False

@@ -17,7 +17,7 @@ from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
-_OF_THE_RUN = frozenset(("run", "gateway", "tinker", "prm", "tracking", "slurm", "kubernetes", "ray", "policies"))
+_OF_THE_RUN = frozenset(("run", "gateway", "tinker", "tracking", "slurm", "kubernetes", "ray", "policies"))
 """Sections that are of the whole run."""
 _OF_TRAINED = frozenset(Config.model_fields) - _OF_THE_RUN
 _OF_FROZEN = frozenset(("model", "data", "rollout", "engine"))

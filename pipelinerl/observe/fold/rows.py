@@ -328,7 +328,19 @@ def is_idle(wait: str) -> bool:
     return wait.partition(": ")[2] in _IDLE
 
 
-_FOR_INPUT = ("trajectories", "generated", "scored", "group_scored", "prm_scored", "rows", "policies", "completions", "scores", "turns")
+_FOR_INPUT = (
+    "trajectories",
+    "generated",
+    "scored",
+    "group_scored",
+    "prm_scored",
+    "rows",
+    "policies",
+    "completions",
+    "scores",
+    "turns",
+    "sampled",
+)
 _IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed", "room in prompts"))
 
 
