@@ -44,7 +44,7 @@ from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import Launcher, launcher_of
 from pipelinerl.launch.preflight import check
 from pipelinerl.launch.roles import Role, begin_early, processes_beside_script, sidecars_of
-from pipelinerl.launch.run_folder import SCRIPT_FILE, make_run_folder
+from pipelinerl.launch.run_folder import SCRIPT_FILE, make_run_folder, needed_by_agents
 from pipelinerl.messages import Prompt
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
@@ -104,6 +104,8 @@ class Controller:
                 self._config, folder, roles=roles, lease=lease, early=early, replays=self._replay, stack=stack
             )
             await stack.enter_async_context(driven(run, scripted, launcher=launcher))
+            if self._config.gateway is not None:
+                print("\n".join(needed_by_agents(folder)), flush=True)
             self._at_end = stack.pop_all()
         return scripted
 
@@ -275,8 +277,6 @@ def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> 
 
 def not_in_scripts(config: Config) -> Iterator[Finding]:
     """Name what a script's run cannot have, and what does nothing in it."""
-    if config.gateway is not None:
-        yield Finding(Level.FAIL, "gateway", "a script's run has none so far", do="leave section gateway out, or use `pipelinerl run`")
     for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
         if key in getattr(config, section).model_fields_set:
             yield note(f"{section}.{key}", f"does nothing in a script's run unless the script reads it: {instead} says it")

@@ -157,6 +157,9 @@ class Policies:
         await self._at_end.__aexit__(kind, error, trace)
 
     def _check(self) -> list[Finding]:
+        if self._config.gateway is not None:
+            do = "leave section gateway out; a script of one policy (pipelinerl.Controller) lends its episodes to agents"
+            return [Finding(Level.FAIL, "gateway", "agents play for one policy, and choose none by its name so far", do=do)]
         return collect(*(not_in_scripts(one.config) for one in self._settings if not one.is_frozen), check_policies(self._settings))
 
     def _hold(self, folder: Path, stack: contextlib.AsyncExitStack) -> dict[str, Lease]:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.ledger.rollouts import Counts
+from orchestrator.rollouts.trajectories import last_line
 from orchestrator.rules.batch import NO_FAILURE, Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
 from orchestrator.rules.script import ALL_STOPPED
 from orchestrator.run import Run
@@ -184,8 +185,8 @@ class ScriptedRun:
         return samples
 
     def text(self, rollout: Trajectory) -> str:
-        """Return the text of what was sampled, as rewards see it."""
-        return self._decode(rollout.token_ids[len(rollout.prompt.token_ids) :].tolist())
+        """Return the text of what was sampled, as rewards see it: of an episode that branches, the line that leads to its last turn."""
+        return self._decode(last_line(rollout)[0].tolist())
 
     # --- the policy ---
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import begin_early, roles_of, sidecars_of
-from pipelinerl.launch.run_folder import GATEWAY_FILE, make_run_folder
+from pipelinerl.launch.run_folder import GATEWAY_FILE, make_run_folder, needed_by_agents
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.devices import usable_gpus
@@ -158,7 +157,5 @@ async def _tell_agents(run_folder: Path) -> None:
     path = run_folder / GATEWAY_FILE
     while not path.exists():  # noqa: ASYNC110
         await asyncio.sleep(FILE_POLL_S)  # a file tells nobody that it is there
-    listens = json.loads(path.read_text())
-    console.print("agents play this run's rollouts (docs/agents.md); they need:", highlight=False)
-    for name, value in (("PIPELINERL_GATEWAY", listens["address"]), ("PIPELINERL_GATEWAY_TOKEN", listens["token"])):
-        console.print(f"  export {name}={escape(value)}", highlight=False, soft_wrap=True)
+    for line in needed_by_agents(run_folder):
+        console.print(escape(line), highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -80,3 +81,13 @@ def forget_endpoints(run_folder: Path) -> None:
     """Remove what an orchestrator that is gone has published: who starts now must wait for the next one's."""
     for path in (run_folder / "endpoints").glob("*.json"):
         path.unlink()
+
+
+def needed_by_agents(run_folder: Path) -> tuple[str, ...]:
+    """Return the lines that tell what an agent needs to play a run's rollouts; its gateway listens."""
+    listens = json.loads((run_folder / GATEWAY_FILE).read_text())
+    return (
+        "agents play this run's rollouts (docs/agents.md); they need:",
+        f"  export PIPELINERL_GATEWAY={listens['address']}",
+        f"  export PIPELINERL_GATEWAY_TOKEN={listens['token']}",
+    )
