@@ -11,14 +11,13 @@ share, `orchestrator.run` runs them.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from orchestrator.channels import make_channels
 from orchestrator.parts import Parts
 from orchestrator.recovery.open_steps import OpenSteps
-from orchestrator.script_stage import script_of
+from orchestrator.script_stage import join, script_of, settled_of
 from orchestrator.stages.batching import Batching
 from orchestrator.stages.environment import EnvironmentStage
 from orchestrator.stages.generation import Generation
@@ -30,7 +29,6 @@ from orchestrator.stages.training import Training
 from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.algorithms.mismatch import MismatchRule
 from pipelinerl.data.packing import Packing
-from pipelinerl.messages import EarlyStopDecision, Group, Trajectory
 from pipelinerl.runtime.stage import Stage
 
 MAX_DROPPED_STEPS = 10
@@ -55,9 +53,7 @@ class Pipeline:
         every = (*self._stages_of_rollouts(parts), *self._stages_of_steps(parts))
         self.stages: tuple[Stage, ...] = tuple(stage for stage in every if stage is not None)
         """The stages of this run, in the order of the flow."""
-        if self.script is not None:  # `parts.given.in_script`
-            self.script.steps.join(self.stages)
-            self.script.decision_of = functools.partial(self._decision_of, parts)
+        join(self.script, parts, self.stages, prm=self.prm)
 
     def _stages_of_rollouts(self, parts: Parts) -> Iterator[Stage | None]:
         config, past, channels, ledger = parts.config, parts.past, self.channels, parts.given.ledger
@@ -134,30 +130,6 @@ class Pipeline:
                 restored=parts.restored("group_rewards"),
             )
 
-    def _decision_of(self, parts: Parts, trajectory: Trajectory) -> EarlyStopDecision | None:
-        """Return what a coin has decided about a trajectory that is not scored; None where none was tossed."""
-        attempt = (trajectory.rollout_id, trajectory.attempt)
-        if parts.group_cut is not None:
-            return parts.group_cut.decisions.get(attempt)
-        return None if self.prm is None else self.prm.decision_of(*attempt)
-
-    def _settled(self, parts: Parts) -> Callable[[Group], None]:
-        """Return what hears of every group that is over."""
-        script, prm, cut, settled = self.script, self.prm, parts.group_cut, parts.prompt_progress.settled
-        if script is None:
-            return settled
-
-        def hear(group: Group) -> None:
-            settled(group)
-            parts.group_sizes.pop(group.group_id, None)
-            for one in group.members:  # the script may have left it unscored
-                if prm is not None:
-                    prm.forget(one.trajectory.rollout_id)
-                if cut is not None:
-                    cut.decided(one.trajectory.rollout_id, one.trajectory.attempt)
-
-        return hear
-
     def _stages_of_steps(self, parts: Parts) -> Iterator[Stage]:
         config, given, past, channels = parts.config, parts.given, parts.past, self.channels
         yield Batching(
@@ -173,7 +145,7 @@ class Pipeline:
             progress=parts.progress,
             max_dropped=sys.maxsize if given.is_replay else MAX_DROPPED_STEPS * config.batch.groups_per_step,
             causes=parts.function_errors.words,
-            settled=self._settled(parts),
+            settled=settled_of(self.script, parts, prm=self.prm),
             restored=parts.restored("batching"),
             open_step=past.steps.get(past.open_step) if self.script is None else None,
         )

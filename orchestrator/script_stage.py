@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 from orchestrator.channels import Channels
 from orchestrator.parts import Parts
 from orchestrator.rules.script import ScriptBook
 from orchestrator.stages.held_policies import HeldPolicies
+from orchestrator.stages.prm import PrmScoring
 from orchestrator.stages.script import Script
 from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_steps import ScriptSteps
 from orchestrator.stages.script_waits import ScriptWaits
+from pipelinerl.messages import EarlyStopDecision, Group, Trajectory
+from pipelinerl.runtime.stage import Stage
 
 
 def script_of(parts: Parts, channels: Channels) -> Script | None:
@@ -62,3 +68,36 @@ def script_of(parts: Parts, channels: Channels) -> Script | None:
     )
     parts.progress.on_trained = steps.hear_done
     return script
+
+
+def join(script: Script | None, parts: Parts, stages: Sequence[Stage], *, prm: PrmScoring | None) -> None:
+    """Have the stage of a script work with the others, where there is one."""
+    if script is not None:
+        script.steps.join(stages)
+        script.decision_of = functools.partial(_decision_of, parts, prm)
+
+
+def settled_of(script: Script | None, parts: Parts, *, prm: PrmScoring | None) -> Callable[[Group], None]:
+    """Return what hears of every group that is over; a script may have left some of its rollouts unscored."""
+    cut, settled = parts.group_cut, parts.prompt_progress.settled
+    if script is None:
+        return settled
+
+    def hear(group: Group) -> None:
+        settled(group)
+        parts.group_sizes.pop(group.group_id, None)
+        for one in group.members:
+            if prm is not None:
+                prm.forget(one.trajectory.rollout_id)
+            if cut is not None:
+                cut.decided(one.trajectory.rollout_id, one.trajectory.attempt)
+
+    return hear
+
+
+def _decision_of(parts: Parts, prm: PrmScoring | None, trajectory: Trajectory) -> EarlyStopDecision | None:
+    """Return what a coin has decided about a trajectory that is not scored; None where none was tossed."""
+    attempt = (trajectory.rollout_id, trajectory.attempt)
+    if parts.group_cut is not None:
+        return parts.group_cut.decisions.get(attempt)
+    return None if prm is None else prm.decision_of(*attempt)

@@ -328,20 +328,8 @@ def is_idle(wait: str) -> bool:
     return wait.partition(": ")[2] in _IDLE
 
 
-_FOR_INPUT = (
-    "trajectories",
-    "generated",
-    "scored",
-    "group_scored",
-    "prm_scored",
-    "rows",
-    "policies",
-    "completions",
-    "scores",
-    "turns",
-    "sampled",
-)
-_IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed", "room in prompts"))
+_FOR_INPUT = ("trajectories", "generated", "scored", "group_scored", "prm_scored", "rows", "policies", "completions", "scores", "turns")
+_IDLE = frozenset((*_FOR_INPUT, "starts", "comparisons", "step scores", "packed", "sampled", "room in prompts"))
 
 
 def imbalance(identity: dict[str, float]) -> int | None:
