@@ -85,8 +85,9 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
         sample_digest.restore(num_samples=restored.num_samples, digest=restored.samples)
     first, commit = (restored.version, restored.commit) if restored is not None else (0, "")
     steps = build_steps(config, policy=policy, critic=critic, replicas=replicas, first_step=first, controllers=controllers)
+    move = mover(policy.model, policy.optimizer) if config.is_colocated else None
     sharded = (
-        ShardedWeights(policy.model, replicas=replicas, run_folder=run_folder, address=config.weights.address)
+        ShardedWeights(policy.model, replicas=replicas, run_folder=run_folder, address=config.weights.address, move=move)
         if policy.model.is_sharded
         else None
     )
@@ -114,7 +115,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             shards=None if sharded is None else sharded.sender,
             adapters=adapters if config.lora.rank else None,
             in_place=config.is_colocated,
-            move=mover(policy.model, policy.optimizer) if config.is_colocated and sharded is None else None,
+            move=move if sharded is None else None,
             training_bytes=rank_bytes(config, read_weights(config.model.path), method=method_of(config)),
         )
 

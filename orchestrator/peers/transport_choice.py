@@ -36,7 +36,7 @@ class TransportChoice:
         self._trainer = trainer.machine
         self.journal.write("choice", text=reason)
         print(reason, flush=True)
-        shards = engines.shards() if weights.transport == "sharded" else ()
+        shards = engines.shards() if weights.transport == "sharded" or self.config.is_colocated else ()
         return LayoutFixed(tensors=engines.layout(), num_engines=self.config.engine.most, transport=self._transport, shards=shards)
 
     def why_unreached(self, ready: EngineReady) -> str | None:

@@ -54,9 +54,9 @@ def devices_can_be_shared(
             "Leave it out.",
         ),
         (
-            engine.num_ranks > 1,
-            f"engine.options spread an engine over {engine.num_ranks} ranks, which know no sleep yet",
-            "Use engine.count: each engine sleeps by itself.",
+            engine.num_stages > 1,
+            "engine.options.pipeline_parallel_size lets passes begin before others end, and an engine falls asleep between two",
+            "Use tensor_parallel_size.",
         ),
         (
             engine.async_scheduling is True,

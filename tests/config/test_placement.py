@@ -22,6 +22,7 @@ def test_streaming_and_sync_may_be_colocated_and_the_default_is_apart():
     assert not parse(BASE, origin="test").is_colocated
     for mode in ("streaming", "sync"):
         assert parse(settings(pipeline={"mode": mode}, engine={"sleep_kv": "keep"}), origin="test").is_colocated
+    assert parse(settings(engine={"options": {"tensor_parallel_size": 2}}), origin="test").is_colocated
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_streaming_and_sync_may_be_colocated_and_the_default_is_apart():
         ({"weights": {"delta": True}}, "weights.delta is true"),
         ({"lora": {"rank": 4}}, "lora.rank is 4"),
         ({"engine": {"quantization": "int8"}}, 'engine.quantization is "int8"'),
-        ({"engine": {"options": {"tensor_parallel_size": 2}}}, "over 2 ranks"),
+        ({"engine": {"options": {"pipeline_parallel_size": 2}}}, "pipeline_parallel_size lets passes begin before others end"),
         ({"engine": {"async_scheduling": True}}, "engine.async_scheduling is true"),
         ({"weights": {"kv_max_staleness": 1}}, "every KV cache is computed anew"),
         ({"gateway": {}}, r"a \[gateway\] section"),

@@ -30,7 +30,7 @@ from trainer.model.stage import Stage, StagePlan
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.pipeline_stages import stage_of_weights
 from trainer.parallel.replicas import Replicas
-from trainer.parallel.sharding import ParameterSharding, forget_gradients, hold_gradients, local, reducing, reshard
+from trainer.parallel.sharding import ParameterSharding, forget_gradients, fsdp_parameters, hold_gradients, local, reducing, reshard
 from trainer.rows.packed_row import PackedRow, TeacherStates
 
 _BUILD = {
@@ -251,6 +251,10 @@ class Model:
     def pieces(self) -> dict[str, torch.Tensor]:
         """Give what this rank holds of the present weights and of the adapters, by the module's names; the two are not merged."""
         return {name: tensor.detach() for stage in self._stages for name, tensor in stage.weights().items()}
+
+    def fsdp_parameters(self) -> list[Any]:
+        """Return what FSDP keeps of each parameter that it has sharded."""
+        return [held for stage in self._stages for held in fsdp_parameters(stage)]
 
     def mergers(self) -> dict[str, Merger]:
         """By name of each weight with an adapter of which this rank has a part: what merges it. Ranks gather the adapters together."""

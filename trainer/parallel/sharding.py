@@ -140,11 +140,16 @@ def reducing(stage: Any) -> Iterator[None]:
 
 def forget_gradients(stage: Any) -> None:
     """Drop what `hold_gradients` holds; no rank waits for another."""
+    for held in fsdp_parameters(stage):
+        held.unsharded_accumulated_grad = None
+
+
+def fsdp_parameters(stage: Any) -> Iterator[Any]:
+    """Yield what FSDP keeps of each parameter that it has sharded."""
     for part in stage.modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
-                    held.unsharded_accumulated_grad = None
+                yield from group.fsdp_params
 
 
 def whole_of(piece: torch.Tensor, *, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,15 +20,16 @@ from pipelinerl.weights.base import check_layout, num_bytes, views
 from pipelinerl.weights.buffer_pool import WeightBufferPool, num_buffers_for
 from pipelinerl.weights.delta_base import DeltaBase
 from pipelinerl.weights.manifest import Manifest, seal
+from pipelinerl.weights.sections import Piece, pieces_in
 from pipelinerl.weights.transport import Sender, WeightBuffer
 from pipelinerl.weights.transports import open_sender
-from trainer.weights.in_place import is_there
+from trainer.weights.in_place import Places, is_there
 from trainer.weights.shard_sender import ShardCall, ShardSender
 
-Move = Callable[[Mapping[str, torch.Tensor]], None]
-"""Moves the weights to where they are published: views into a weight buffer, by published name."""
-Write = Callable[[str, torch.Tensor, tuple[Tensor, ...]], None]
-"""Writes the present weights into memory ([bytes] uint8) of this layout; the first argument names it where other ranks may map it."""
+Write = Callable[[str, torch.Tensor, tuple[Tensor, ...], Shards], None]
+"""Writes the present weights into memory ([bytes] uint8) of this layout; the first argument names it where other ranks may map it, the last
+are the boxes of an engine's ranks, where the layout has a section for each.
+"""
 
 
 class Publisher:
@@ -51,7 +52,7 @@ class Publisher:
         adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
         training_bytes: int = 0,
         in_place: bool = False,
-        move: Move | None = None,
+        move: Callable[[Places], None] | None = None,
     ) -> None:
         """`tensors` gives the present weights by Hugging Face name; `deadline_s` bounds the wait for a layout and for a free buffer.
 
@@ -98,6 +99,10 @@ class Publisher:
         self._write_s = 0.0
         self._deadline_s = deadline_s
         self._layout: tuple[Tensor, ...] = ()
+        self._sections: Shards = ()
+        """What each rank of an engine holds, where the layout has a section for each."""
+        self._pieces: Mapping[str, Piece] = {}
+        """The pieces that such a layout is made of."""
         self._is_mapped = False
         """Other processes of this machine can write into a buffer."""
         self._pool: WeightBufferPool | None = None
@@ -120,7 +125,7 @@ class Publisher:
         with contextlib.suppress(NoRoom):
             self._taken = self._buffer_for(version)
             if self._taken is not None:
-                self._move(views(self._taken.memory, self._layout))
+                self._move(self._places(self._taken.memory))
                 self._move = None
 
     def write(self, version: int) -> None:
@@ -187,7 +192,11 @@ class Publisher:
                 raise WeightsError("the engines ask for another layout than the one this trainer publishes in; restart the trainer")
             self.held(None, rollback_epoch=self._rollback_epoch)
             return
-        if not are_adapters(tensors):
+        is_sharded = transport.startswith("sharded+")
+        if shards and not is_sharded:
+            self._pieces, self._sections = pieces_in(tensors, shards, self._shapes, optional=self._tied_names), shards
+            check_layout({name: piece.shape for name, piece in self._pieces.items()}, tensors)
+        elif not are_adapters(tensors):
             check_layout(self._shapes, tensors, optional=self._tied_names)
         elif self._adapters is None:
             raise WeightsError(
@@ -198,7 +207,7 @@ class Publisher:
             check_layout(self._adapter_shapes, tensors)
             self._tensors = self._adapters
         self._layout = tensors
-        if is_sharded := transport.startswith("sharded+"):
+        if is_sharded:
             sender = self._shards()
         else:
             sender = open_sender(transport, run_folder=self._run_folder, address=self._address, training_bytes=self._training_bytes)
@@ -277,13 +286,19 @@ class Publisher:
     def _write_whole(self, version: int, whole: torch.Tensor, *, name: str = "") -> None:
         """Write the present weights into a buffer; `name`: the weight buffer's, where other ranks may map it."""
         if self._write_together is not None:
-            self._write_together(name, whole, self._layout)
+            self._write_together(name, whole, self._layout, self._sections)
             self._written = version, whole
             return
+        for source, view in self._places(whole):
+            if not is_there(source, view):
+                view.copy_(source)
+
+    def _places(self, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what is published of the weights that this rank holds, and where it belongs in a buffer."""
         tensors = self._tensors()
         for name, view in views(whole, self._layout).items():
-            if not is_there(tensors[name], view):
-                view.copy_(tensors[name])
+            piece = self._pieces.get(name)
+            yield (tensors[name] if piece is None else tensors[piece.name][piece.slices]), view
 
     def _shards(self) -> Sender:
         """Raises `WeightsError` where no policy of this trainer can travel from shard to shard."""

@@ -10,7 +10,7 @@ Rank 0 leads: it says which buffer to write into, and every other rank follows, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,18 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import WeightsError
-from pipelinerl.messages import Tensor
+from pipelinerl.messages import Shards, Tensor
 from pipelinerl.weights.adapters import are_adapters, published_name
 from pipelinerl.weights.base import views
-from pipelinerl.weights.reshard import Box, Move, index_map, of_rank, whole
+from pipelinerl.weights.reshard import Box, Move, index_map, whole
+from pipelinerl.weights.sections import Piece, moves_into, pieces_in
 from pipelinerl.weights.shared_memory import attach_to_write
 from trainer.model.model import Model
 from trainer.parallel.boxes import box_of
 from trainer.parallel.objects import gathered
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import local
+from trainer.weights.in_place import Places, is_there
 from trainer.weights.published import Origin, origins_in
 from trainer.weights.shard_sender import ShardCall, ShardSender, check_names
 
@@ -40,6 +42,8 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
     """Weight buffer to write into; empty: rank 0 writes what is gathered."""
     layout: tuple[Tensor, ...] = ()
     """Empty: nothing is published after all."""
+    sections: Shards = ()
+    """The boxes of an engine's ranks, where the layout has a section for each."""
     shards: ShardCall | None = None
     """Every rank keeps its own shard ready."""
 
@@ -47,12 +51,26 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
 class ShardedWeights:
     """Sharded weights, written by all ranks together: `lead` on rank 0, `follow` on the others, once each per publication."""
 
-    def __init__(self, model: Model, *, replicas: Replicas, run_folder: Path = Path(), address: str | None = None) -> None:
-        """`address` is this machine's, where shards are sent from; None: the one on its way to the orchestrator of `run_folder`."""
+    def __init__(
+        self,
+        model: Model,
+        *,
+        replicas: Replicas,
+        run_folder: Path = Path(),
+        address: str | None = None,
+        move: Callable[[Places], None] | None = None,
+    ) -> None:
+        """`address` is this machine's, where shards are sent from; None: the one on its way to the orchestrator of `run_folder`.
+
+        `move` has what this rank publishes lie in the weight buffer, which then holds every policy in turn.
+        """
         self._model = model
         self._replicas = replicas
-        self._moves: list[Move] | None = None
-        """This rank's, once computed."""
+        self._move = move
+        self._moves: list[tuple[str, Move]] | None = None
+        """What this rank writes, once computed, each with the name in the layout of where it belongs."""
+        self._published: dict[str, Piece] = {}
+        """The pieces of a layout of sections."""
         self._gathered: frozenset[str] = frozenset()
         """Names, as the module has them, of what is gathered even where weight buffers can be shared."""
         self._mapped: dict[str, torch.Tensor] = {}
@@ -72,14 +90,14 @@ class ShardedWeights:
         """Every published tensor by its Hugging Face name, without memory: shape and dtype only."""
         return {name: tensor for own in self._model.shapes for name, tensor in self._names_of(own).items()}
 
-    def lead(self, name: str, buffer: torch.Tensor, layout: tuple[Tensor, ...]) -> None:
+    def lead(self, name: str, buffer: torch.Tensor, layout: tuple[Tensor, ...], sections: Shards = ()) -> None:
         """Write the present weights into `buffer` ([bytes] uint8) together with the other ranks; `name` is empty where they cannot map it.
 
         Raises `PeerSilent` where a rank is lost or late, `WeightsError` where one could not write.
         """
         self._has_led = True
-        self._call(_Call(name=name, layout=layout))
-        self._write(buffer, layout, is_shared=bool(name))
+        self._call(call := _Call(name=name, layout=layout, sections=sections))
+        self._write(buffer, call)
 
     def end(self) -> None:
         """Let the others go on where nothing was published; rank 0 calls it after every publication."""
@@ -97,7 +115,7 @@ class ShardedWeights:
             return
         if call.name and call.name not in self._mapped:
             self._mapped[call.name] = attach_to_write(call.name)
-        self._write(self._mapped.get(call.name), call.layout, is_shared=bool(call.name))
+        self._write(self._mapped.get(call.name), call)
 
     def close(self) -> None:
         """Stop sending shards; safe to repeat."""
@@ -129,16 +147,24 @@ class ShardedWeights:
         by_rank = self._all_boxes({name: origin.inner(held[origin.name]) for name, origin in origins.items()}, origins)
         return [{name: box for name, box in boxes.items() if all(end > first for first, end in box)} for boxes in by_rank]
 
-    def _write(self, buffer: torch.Tensor | None, layout: tuple[Tensor, ...], *, is_shared: bool) -> None:
+    def _write(self, buffer: torch.Tensor | None, call: _Call) -> None:
+        layout, is_shared = call.layout, bool(call.name)
         if are_adapters(layout):
             self._write_adapters(buffer, layout)
             return
-        pieces = self._model.pieces()
+        if call.sections and not self._published:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.described().items()}
+            self._published = pieces_in(layout, call.sections, shapes, optional=self._model.tied_names)
         if is_shared and self._moves is None:
-            self._moves, self._gathered = self._plan(pieces, {tensor.name for tensor in layout})
+            wanted = {piece.name for piece in self._published.values()} or {tensor.name for tensor in layout}
+            self._moves, self._gathered = self._plan(self._model.pieces(), wanted)
         targets = views(buffer, layout) if buffer is not None else {}
-        for move in self._moves or () if is_shared else ():
-            targets[move.name][move.target_slices].copy_(local(pieces[move.name])[move.source_slices].to(self._model.dtype))
+        if is_shared and self._move is not None:
+            self._move(self._places(targets))
+            self._move = None
+        for source, view in self._places(targets) if is_shared else ():
+            if not is_there(source, view):
+                view.copy_(source.to(self._model.dtype))
         for name, tensor in self._model.state([name for name in self._model.shapes if not is_shared or name in self._gathered]):
             if self._replicas.rank == 0:
                 self._put(name, tensor, targets)
@@ -152,24 +178,35 @@ class ShardedWeights:
             for name, view in views(buffer, layout).items():
                 view.copy_(tensors[name])
 
+    def _places(self, targets: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what this rank writes, and where it belongs."""
+        pieces = self._model.pieces()
+        for name, move in self._moves or ():
+            yield local(pieces[move.name])[move.source_slices], targets[name][move.target_slices]
+
     def _put(self, name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
         for published, part in revert_weight_conversion(self._model.module, {name: tensor}).items():
             if published in targets:
                 targets[published].copy_(part)
+            for piece in self._published.values():
+                if piece.name == published:
+                    targets[piece.published].copy_(part[piece.slices])
 
-    def _plan(self, pieces: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[Move], frozenset[str]]:
+    def _plan(self, pieces: Mapping[str, torch.Tensor], wanted: set[str]) -> tuple[list[tuple[str, Move]], frozenset[str]]:
         """This rank's share of the writing, and what must be gathered."""
         plain = [name for name in self._model.shapes if name in wanted and list(self._names_of(name)) == [name]]
         shapes = {name: tuple(self._model.shapes[name]) for name in plain if not self._model.is_adapted(name)}
         by_rank = self._all_boxes({name: box_of(pieces.get(name), shape) for name, shape in shapes.items()}, shapes)
         whole_ones = {name for name, shape in shapes.items() if _is_covered([boxes[name] for boxes in by_rank], shape)}
-        moves = index_map(
-            {name: shapes[name] for name in whole_ones},
-            sources=[{name: box for name, box in boxes.items() if name in whole_ones} for boxes in by_rank],
-            targets=[{name: whole(shapes[name]) for name in sorted(whole_ones)}],
-        )
+        shapes = {name: shapes[name] for name in whole_ones}
+        held = [{name: box for name, box in boxes.items() if name in whole_ones} for boxes in by_rank]
+        if self._published:
+            moves = moves_into({name: piece for name, piece in self._published.items() if piece.name in whole_ones}, shapes, held)
+        else:
+            targets = [{name: whole(shapes[name]) for name in sorted(whole_ones)}]
+            moves = [(move.name, move) for move in index_map(shapes, sources=held, targets=targets)]
         gathered = {name for name in self._model.shapes if name not in whole_ones and wanted & self._names_of(name).keys()}
-        return list(of_rank(moves, source=self._replicas.rank)), frozenset(gathered)
+        return [(name, move) for name, move in moves if move.source == self._replicas.rank], frozenset(gathered)
 
     def _all_boxes(self, boxes: Mapping[str, Box], names: Iterable[str]) -> list[dict[str, Box]]:
         """Every rank's boxes, of tensors that all of them name in the same order."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -36,7 +37,7 @@ from pipelinerl.engine.vllm.prompts import Prompts
 from pipelinerl.engine.vllm.quantised import check_kernel, make_int8_swap
 from pipelinerl.engine.vllm.ranks import EXTENSION, Ranks, ShardedAdapters, ShardedPolicies, shard_receiver
 from pipelinerl.engine.vllm.routes import ReturnedRoutes, RouteRecorder
-from pipelinerl.engine.vllm.sleep import SleepMode
+from pipelinerl.engine.vllm.sleep import SleepMode, give_back_rank
 from pipelinerl.engine.vllm.speculation import Speculation
 from pipelinerl.engine.vllm.weights import checkpoint_shapes, keep_plain_weights, obstacles_of, plan_of
 from pipelinerl.engine.vllm.words import FINISHES, sampling_params
@@ -107,8 +108,8 @@ class VllmEngine:
         self._weights = WeightReceiver(swap, layout=layout, receiver=receiver, verify=verify)
         self._sleep_mode: SleepMode | None = None
         if is_colocated:
-            assert isinstance(swap, PointerSwap | CopySwap), type(swap)  # the settings refuse what makes another
-            self._sleep_mode = SleepMode(self._llm, runner=self._runner, swap=swap, drops_kv=engine.sleep_kv == "drop")
+            drops_kv = engine.sleep_kv == "drop"
+            self._sleep_mode = SleepMode(self._llm, give_back=functools.partial(self._give_back, swap), drops_kv=drops_kv)
         self._routes = self._recorder() if model.replay_routing else None
         self._requests: dict[str, str] = {}
         """vLLM's request id by rollout id."""
@@ -210,6 +211,12 @@ class VllmEngine:
         assert self._sleep_mode is not None, "only a colocated engine sleeps"
         return self._sleep_mode.fall_asleep()
 
+    def _give_back(self, swap: WeightSwap, drops_kv: bool) -> int:
+        if self._ranks is not None:
+            return sum(self._ranks.call("policy_sleep", drops_kv))
+        assert isinstance(swap, PointerSwap | CopySwap), type(swap)  # the settings refuse what makes another
+        return give_back_rank(self._runner, swap, drops_kv=drops_kv)
+
     @property
     def kv_used(self) -> float | None:
         return float(self._core.engine_core.scheduler.kv_cache_manager.usage)
@@ -284,6 +291,7 @@ class VllmEngine:
                 wanted=weights.swap_mode,
                 sends_deltas=lays_over,
                 staging=self._staging,
+                in_sections=self._is_colocated,
             )
             return sharded, sharded.layout, sharded.choice
         self._derived = Derived(self.model, dtype=self._llm.model_config.dtype)

@@ -28,7 +28,7 @@ from pipelinerl.weights.reshard import Box, Move, Part
 from pipelinerl.weights.sharded.target import ShardTarget
 from pipelinerl.weights.shared_memory import attach, attach_to_write
 from pipelinerl.weights.shared_names import forget_vllm_names
-from pipelinerl.weights.swap import SparseSwap, Staging, WeightSwap, choose_swap_mode, make_swap
+from pipelinerl.weights.swap import CopySwap, PointerSwap, SparseSwap, Staging, WeightSwap, choose_swap_mode, make_swap
 from pipelinerl.weights.throttle import throttle
 from pipelinerl.weights.transports import connector
 
@@ -73,6 +73,19 @@ class PolicyRank:
         manager = worker.model_runner.lora_manager._adapter_manager
         self._policy_rows = AdapterRows(manager, layout=layout, shape=shape, device=worker.model_runner.device)
 
+    def policy_parts(self) -> dict[str, list[Part]]:
+        """The parts of checkpoint tensors that this rank holds, each with its place in the rank's own memory."""
+        return self._policy_parts
+
+    def policy_sleep(self, drops_kv: bool) -> int:
+        """Give back what this rank holds of policies and, with `drops_kv`, of the KV cache; the bytes."""
+        from pipelinerl.engine.vllm.sleep import give_back_rank
+
+        worker: Any = self
+        assert isinstance(self._policy_commit, PointerSwap | CopySwap), type(self._policy_commit)
+        self._policy_staged = None
+        return give_back_rank(worker.model_runner, self._policy_commit, drops_kv=drops_kv)
+
     def policy_pipeline(self) -> None:
         """Make what a stage receives from the one before into: vLLM does so when it warms up, which it leaves out on CPUs."""
         worker: Any = self
@@ -82,8 +95,14 @@ class PolicyRank:
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
-    def policy_layout(self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]], num_ranks: int) -> None:
-        """Learn the layout of policies, and which of its parts of one each rank gives back (`save`): part number and move."""
+    def policy_layout(
+        self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]], num_ranks: int, starts: Sequence[int] = ()
+    ) -> None:
+        """Learn the layout of policies, and which of its parts of one each rank gives back (`save`): part number and move.
+
+        `starts`: where each rank's section begins, in a layout of sections (`pipelinerl.weights.sections`).
+        """
+        self._policy_start = starts[self.rank] if starts else None
         self._policy_own = torch.zeros(0, dtype=torch.uint8)
         self._policy_target: ShardTarget | None = None
         self._policy_shard = torch.zeros(0, dtype=torch.uint8)
@@ -160,6 +179,10 @@ class PolicyRank:
         self._policy_staged = None
         if source == RECEIVED:
             self._policy_commit.stage(self._policy_shard)
+            self._policy_staged = number
+            return
+        if self._policy_start is not None:
+            self._policy_commit.stage(self._policy_at(source)[self._policy_start :])
             self._policy_staged = number
             return
         wanted = views(self._policy_at(source), self._policy_whole)

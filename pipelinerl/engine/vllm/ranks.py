@@ -27,6 +27,7 @@ from pipelinerl.weights.adapters import AdapterShape, are_adapters
 from pipelinerl.weights.base import num_bytes, plan_layout
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
 from pipelinerl.weights.reshard import Box, Move, Shapes, index_map, whole
+from pipelinerl.weights.sections import sections_of
 from pipelinerl.weights.sharded.digests import add_ranks, texts
 from pipelinerl.weights.sharded.receiver import ShardReceiver
 from pipelinerl.weights.sharded.target import ShardTarget
@@ -69,10 +70,12 @@ class Ranks:
             raise RankKilled(killed[0]) from error
         raise RuntimeError(f"a rank of this engine has ended: {error}") from error
 
-    def set_layout(self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]] = (), *, num_ranks: int) -> None:
-        """Agree on the layout of policies, and on what each rank gives back of one."""
+    def set_layout(
+        self, layout: tuple[Tensor, ...], gives: Sequence[tuple[int, Move]] = (), *, num_ranks: int, starts: Sequence[int] = ()
+    ) -> None:
+        """Agree on the layout of policies, on what each rank gives back of one, and on where its section begins, where it has one."""
         self._layout = layout
-        self.call("policy_layout", layout, gives, num_ranks)
+        self.call("policy_layout", layout, gives, num_ranks, starts)
 
     def spare(self) -> torch.Tensor:
         """The engine's own buffer, made when first needed. Raises `NoRoom` where there is none for it in shared memory."""
@@ -165,7 +168,7 @@ def shard_receiver(ranks: Ranks | None, *, layout: tuple[Tensor, ...], swap: Wei
 
 
 class ShardedPolicies:
-    """Whole policies, of which each rank takes its part: a `WeightSwap`."""
+    """Policies of which each rank takes its part: a `WeightSwap`. With `in_sections` they lie as the ranks hold them, and else whole."""
 
     def __init__(
         self,
@@ -176,17 +179,23 @@ class ShardedPolicies:
         wanted: str,
         sends_deltas: bool,
         staging: Staging = Staging.DEVICE,
+        in_sections: bool = False,
     ) -> None:
         """`wanted`: as in `weights.swap_mode`. Raises `ConfigError` where the model cannot take policies."""
         self._ranks = ranks
+        self.layout: tuple[Tensor, ...]
         plans = ranks.call("policy_plan", str(folder), wanted, sends_deltas, staging.value)
         self.choice = f"{plans[0][1]}, in each of {len(plans)} ranks between the same two passes"
+        self.shards: Shards = tuple({name: tuple(boxes) for name, (boxes, _) in plan.items()} for plan, _ in plans)
+        if in_sections:
+            self.layout, starts = sections_of(ranks.call("policy_parts"))
+            ranks.set_layout(self.layout, num_ranks=len(plans), starts=starts)
+            return
         dtypes = {name: dtype for plan, _ in plans for name, (_, dtype) in plan.items()}
         shapes = {name: shape for name, shape in shapes.items() if name in dtypes}
-        self.layout: tuple[Tensor, ...] = plan_layout(
+        self.layout = plan_layout(
             {name: torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="meta") for name, shape in shapes.items()}
         )
-        self.shards: Shards = tuple({name: tuple(boxes) for name, (boxes, _) in plan.items()} for plan, _ in plans)
         try:
             gives = _gives([{name: boxes for name, (boxes, _) in plan.items()} for plan, _ in plans], shapes)
         except WeightsError as error:

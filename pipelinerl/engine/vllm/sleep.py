@@ -6,14 +6,15 @@ vLLM's own sleep of level 2, in its mode `keep`, which preempts the same way and
 addresses in captured graphs stay good; that path was never run on a device.
 
 Preempted sequences are computed again from their start when they go on: the policy that wakes the engine computes their KV cache.
+In an engine of several ranks each gives its own memory back; the requests are where the engine is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.host_memory import give_back, give_back_freed
@@ -21,15 +22,17 @@ from pipelinerl.weights.swap import CopySwap, PointerSwap
 
 
 class SleepMode:
-    """The sleep of one vLLM engine in this process."""
+    """The sleep of one vLLM engine."""
 
-    def __init__(self, llm: LLMEngine, *, runner: Any, swap: PointerSwap | CopySwap, drops_kv: bool) -> None:
-        """Raises `ConfigError` where the KV cache shall be kept and vLLM's own sleep gives it away."""
+    def __init__(self, llm: Any, *, give_back: Callable[[bool], int], drops_kv: bool) -> None:
+        """`give_back` gives back what the ranks hold on a CPU, with or without the KV cache, and returns the bytes.
+
+        Raises `ConfigError` where the KV cache shall be kept and vLLM's own sleep gives it away.
+        """
         self._llm = llm
-        self._runner = runner
-        self._swap = swap
+        self._give_back = give_back
         self._drops_kv = drops_kv
-        self._is_device = runner.device.type != "cpu"
+        self._is_device = llm.vllm_config.device_config.device_type != "cpu"
         self._is_asleep = False
         self._preempted: list[str] = []
         if self._is_device and not drops_kv:
@@ -45,12 +48,9 @@ class SleepMode:
             before = torch.accelerator.get_memory_info()[0]
             self._llm.sleep(level=2, mode="keep")
             return torch.accelerator.get_memory_info()[0] - before
-        num_bytes = self._swap.discard()
         if self._drops_kv:
             self._llm.reset_prefix_cache(reset_running_requests=True)
-            num_bytes += sum(give_back(memory) for memory in _memory_of(self._runner.kv_caches))
-        give_back_freed()
-        return num_bytes
+        return self._give_back(self._drops_kv)
 
     def wake(self) -> list[str]:
         """Take the memory again, before a policy is committed; return vLLM's ids of the requests whose KV cache was dropped meanwhile."""
@@ -58,6 +58,14 @@ class SleepMode:
             self._llm.wake_up()
         preempted, self._preempted, self._is_asleep = self._preempted, [], False
         return preempted
+
+
+def give_back_rank(runner: Any, swap: PointerSwap | CopySwap, *, drops_kv: bool) -> int:
+    """Give back what one rank holds of policies and, with `drops_kv`, of the KV cache; return the bytes."""
+    caches = _memory_of(runner.kv_caches) if drops_kv else []
+    num_bytes = swap.discard() + sum(map(give_back, caches))
+    give_back_freed()
+    return num_bytes
 
 
 def _memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
