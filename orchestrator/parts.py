@@ -303,7 +303,15 @@ class Parts:
             vocabulary=self.given.vocabulary,
         )
         ledger, watch = self.given.ledger, self.watch
-        return Leasing(gateway=self.gateway, engines=self.engines, turns=turns, ledger=ledger, watch=watch, section=section)
+        return Leasing(
+            gateway=self.gateway,
+            engines=self.engines,
+            turns=turns,
+            ledger=ledger,
+            watch=watch,
+            section=section,
+            alternation=self.alternation,
+        )
 
     def cut(self) -> BatchCut:
         """Return the rule that makes steps of groups as they come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 
@@ -41,6 +42,10 @@ class Alternation:
     """What engines hold: weight sync's own."""
     _phases: Phases = dataclasses.field(default_factory=Phases, init=False)
     _has_begun: bool = dataclasses.field(default=False, init=False)
+    _trained_s: float = dataclasses.field(default=0.0, init=False)
+    """Seconds of the training phases that are over."""
+    _since_s: float = dataclasses.field(default=0.0, init=False)
+    """When the present phase began, on the loop's clock."""
     _phase_id: int = dataclasses.field(default=0, init=False)
     """Of the training phase that began last; those of an orchestrator that is gone were smaller."""
 
@@ -85,6 +90,8 @@ class Alternation:
         phase = self._phases.next_phase(num_closed=num_closed, published=published, is_pinned=is_pinned, computes=self.computes())
         if phase is None:
             return
+        self._trained_s += self._lasted_s if phase is Phase.GENERATION else 0.0
+        self._since_s = asyncio.get_running_loop().time()
         self._write("phase", phase=phase, num_closed=num_closed, version=published)
         if phase is Phase.GENERATION:
             self.begin_generation()
@@ -93,6 +100,16 @@ class Alternation:
         for engine in self.engines:
             self._send_to_sleep(engine)
         self._begin_if_all_sleep()
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds in which the trainer has had the devices, or waited for them: no engine can answer in these."""
+        return self._trained_s if self.may_order else self._trained_s + self._lasted_s
+
+    @property
+    def _lasted_s(self) -> float:
+        """Seconds of the present phase."""
+        return asyncio.get_running_loop().time() - self._since_s
 
     def committed(self, engine: Engine) -> None:
         """Note that an engine has taken a policy, and is awake."""

@@ -23,12 +23,14 @@ from orchestrator.rollouts.lent import trajectory_of
 from orchestrator.rollouts.rollout import Rollout
 from orchestrator.rules.validation.violations import shorten
 from orchestrator.stages.agent_turns import AgentTurns, Played
+from orchestrator.stages.alternation import Alternation
 from pipelinerl.config import GatewaySection
 from pipelinerl.data.episode_graph import EpisodeGraph
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import (
     AgentTurn,
     EpisodeEnded,
+    EpisodeExtended,
     EpisodeFinished,
     EpisodeLent,
     EpisodeReturned,
@@ -45,11 +47,13 @@ MAX_ENDED = 1 << 12
 """Ended leases that are remembered, so that `finish` said twice is answered twice."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Lease:
     played: Played
     then: Callable[[Trajectory], None]
     deadline: asyncio.TimerHandle
+    trained_s: float
+    """Seconds of training phases before it, and of those by which its deadline was put off."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -58,7 +62,8 @@ class Leasing:
     them (`rules.admission`).
 
     takes     Rollout, from generation; EpisodeWanted, AgentTurn, EpisodeFinished, from the gateway; Completion, from engines
-    gives     EpisodeLent, TurnTokens, TurnSampled, EpisodeEnded, to the gateway; Generate, to engines; Trajectory, to generation
+    gives     EpisodeLent, TurnTokens, TurnSampled, EpisodeExtended, EpisodeEnded, to the gateway; Generate, to engines; Trajectory, to
+              generation
     waits for an agent; an engine that may go on with a turn; an agent's next word, up to its deadline
     woken by  the gateway, engines, deadlines
     fails     PeerSilent, where no agent asks for an episode within `agents_deadline_s`
@@ -72,6 +77,8 @@ class Leasing:
     ledger: Ledger
     watch: Watch
     section: GatewaySection
+    alternation: Alternation = dataclasses.field(default_factory=Alternation)
+    """The phases of engines and trainer: a deadline stands still while engines sleep."""
     new_lease_id: Callable[[], str] = lambda: secrets.token_hex(8)
     num_expired: int = 0
     num_given_up: int = 0
@@ -127,7 +134,8 @@ class Leasing:
             lease_id = self.new_lease_id()
             deadline = asyncio.get_running_loop().call_later(self.section.deadline_s, self._expire, lease_id)
             played = Played(lease_id=lease_id, rollout=rollout)
-            self._leases[lease_id] = lease = _Lease(played=played, then=then, deadline=deadline)
+            lease = _Lease(played=played, then=then, deadline=deadline, trained_s=self.alternation.trained_s)
+            self._leases[lease_id] = lease
             self.ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=None, version=rollout.version, now_s=_now_s())
             self.num_lent += 1
             self.watch.moved()
@@ -161,6 +169,11 @@ class Leasing:
 
     def _expire(self, lease_id: str) -> None:
         if (lease := self._leases.get(lease_id)) is not None:
+            if (slept_s := self.alternation.trained_s - lease.trained_s) > 0.0:
+                lease.trained_s += slept_s
+                lease.deadline = asyncio.get_running_loop().call_later(slept_s, self._expire, lease_id)
+                self.gateway.send(EpisodeExtended(lease=lease_id, by_s=slept_s))
+                return
             self.num_expired += 1
             self._give_up(lease, LeaseEnd.DEADLINE, f"not finished within gateway.deadline_s = {self.section.deadline_s:g} s")
 

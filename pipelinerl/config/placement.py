@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.modes import Mode, Placement
 from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
@@ -18,7 +17,6 @@ def devices_can_be_shared(
     engine: EngineSection,
     weights: WeightsSection,
     lora: LoraSection,
-    gateway: GatewaySection | None,
     tinker: TinkerSection | None,
 ) -> Iterator[str]:
     if pipeline.placement is not Placement.COLOCATED:
@@ -68,7 +66,6 @@ def devices_can_be_shared(
             'weights.kv_max_staleness or kv_max_kl is set, and every KV cache is computed anew (engine.sleep_kv = "drop")',
             'Leave them out, or set engine.sleep_kv to "keep".',
         ),
-        (gateway is not None, "a [gateway] section lends rollouts to agents, whose deadlines know no sleep", "Leave one of them out."),
         (tinker is not None, "`pipelinerl serve` trains when its clients say so", "Leave one of them out."),
     ):
         if is_there:

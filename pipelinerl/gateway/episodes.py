@@ -141,6 +141,13 @@ class Episodes:
         self._open[lent.lease] = episode
         return episode
 
+    def extend(self, lease: str, *, by_s: float) -> None:
+        """Note that an open attempt ends later: who waits for a turn of it waits on."""
+        if (episode := self._open.get(lease)) is not None:
+            episode.ends_at += by_s
+            for answer in (answer for answers in episode.answers.values() for answer in answers):
+                answer.news.set()
+
     def close(self, lease: str, end: LeaseEnd, reason: str) -> None:
         """Note that an attempt is over; repeated, or unknown, it changes nothing."""
         if (episode := self._open.pop(lease, None)) is None:

@@ -17,6 +17,7 @@ from pipelinerl.gateway.refusal import RequestRefused
 from pipelinerl.messages import (
     AgentTurn,
     EpisodeEnded,
+    EpisodeExtended,
     EpisodeFinished,
     EpisodeLent,
     EpisodeReturned,
@@ -43,7 +44,7 @@ FINISH_S = 30.0
 class Orchestrator:
     """One connection, used by the tasks of one event loop.
 
-    takes     EpisodeLent, TurnTokens, TurnSampled, EpisodeEnded, Stop
+    takes     EpisodeLent, TurnTokens, TurnSampled, EpisodeExtended, EpisodeEnded, Stop
     gives     GatewayReady, GatewayLoad, EpisodeWanted, EpisodeUnwanted, EpisodeReturned, AgentTurn, EpisodeFinished
     waits for the connection's descriptor; every call has a deadline of its own
     woken by  messages; a timer
@@ -178,6 +179,8 @@ class Orchestrator:
                     answer.news.set()
             case TurnSampled():
                 self._on_sampled(message)
+            case EpisodeExtended():
+                self.episodes.extend(message.lease, by_s=message.by_s)
             case EpisodeEnded():
                 self.episodes.close(message.lease, message.end, message.reason)
             case Stop():

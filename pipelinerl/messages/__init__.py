@@ -60,6 +60,7 @@ from pipelinerl.messages.engine import WeightsStaged as WeightsStaged
 from pipelinerl.messages.gateway import NO_NODE as NO_NODE
 from pipelinerl.messages.gateway import AgentTurn as AgentTurn
 from pipelinerl.messages.gateway import EpisodeEnded as EpisodeEnded
+from pipelinerl.messages.gateway import EpisodeExtended as EpisodeExtended
 from pipelinerl.messages.gateway import EpisodeFinished as EpisodeFinished
 from pipelinerl.messages.gateway import EpisodeLent as EpisodeLent
 from pipelinerl.messages.gateway import EpisodeReturned as EpisodeReturned

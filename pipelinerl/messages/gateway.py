@@ -162,6 +162,13 @@ class EpisodeFinished(Message, frozen=True):
             raise ValueError(f"EpisodeFinished: rewards {self.reward} and {list(self.rewards)}, expected finite ones")
 
 
+class EpisodeExtended(Message, frozen=True):
+    """A lease ends later: engines slept meanwhile, and could not answer."""
+
+    lease: Id
+    by_s: float
+
+
 class EpisodeEnded(Message, frozen=True):
     """A lease is over. Whatever else its agent says is refused."""
 
@@ -184,4 +191,4 @@ class Lent(Message, frozen=True):
 
 
 FromGateway = GatewayReady | GatewayLoad | EpisodeWanted | EpisodeUnwanted | EpisodeReturned | AgentTurn | EpisodeFinished | Failed
-ToGateway = EpisodeLent | TurnTokens | TurnSampled | EpisodeEnded | Stop
+ToGateway = EpisodeLent | TurnTokens | TurnSampled | EpisodeExtended | EpisodeEnded | Stop

@@ -36,7 +36,6 @@ def test_streaming_and_sync_may_be_colocated_and_the_default_is_apart():
         ({"engine": {"options": {"pipeline_parallel_size": 2}}}, "pipeline_parallel_size lets passes begin before others end"),
         ({"engine": {"async_scheduling": True}}, "engine.async_scheduling is true"),
         ({"weights": {"kv_max_staleness": 1}}, "every KV cache is computed anew"),
-        ({"gateway": {}}, r"a \[gateway\] section"),
     ],
 )
 def test_what_does_not_go_with_turns_is_refused_by_name(sections: dict[str, Any], words: str):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import asyncio
 
-from pipelinerl.gateway.episodes import Episode, Node
-from pipelinerl.messages import NO_NODE, Finish, Int32, Prompt, TurnSampled
+import numpy as np
+import pytest
+
+from pipelinerl.gateway.episodes import Answer, Episode, Episodes, Node
+from pipelinerl.gateway.refusal import RequestRefused
+from pipelinerl.gateway.streaming import whole
+from pipelinerl.messages import NO_NODE, EpisodeLent, Finish, Int32, Prompt, TurnSampled
+from tests.sim.clock import simulate
 
 
 def ids(*tokens: int) -> Int32:
@@ -55,3 +61,20 @@ def test_a_context_goes_on_from_the_longest_turn_that_it_repeats_whole() -> None
 
 def test_of_turns_that_sampled_the_same_the_first_is_continued() -> None:
     assert continued(episode((NO_NODE, (1,), (2,)), (NO_NODE, (1,), (2,))), 1, 2, 3) == 0
+
+
+def test_who_waits_for_a_turn_waits_on_where_the_attempt_ends_later() -> None:
+    async def program() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        episodes, started = Episodes(b"secret"), loop.time()
+        prompt = Prompt(prompt_id="0:0", text="", token_ids=ids(1))
+        lent = EpisodeLent(request_id=1, lease="a", rollout_id="0/0", attempt=0, prompt=prompt, deadline_s=5.0, max_context_tokens=64)
+        made, answer = episodes.open(lent), Answer(done=loop.create_future())
+        made.answers[b"q"] = [answer]
+        loop.call_later(5.0, lambda: episodes.extend("a", by_s=20.0))
+        loop.call_later(6.0, lambda: episodes.extend("b", by_s=20.0))  # nobody has that one any more
+        with pytest.raises(RequestRefused, match="before the attempt's deadline"):
+            await whole(answer, episode=made)
+        return loop.time() - started, made.ends_at - started
+
+    assert simulate(program()) == (35.0, 25.0), "ten seconds after the deadline, as it is at last"

@@ -13,6 +13,7 @@ from pipelinerl.messages import (
     NO_NODE,
     AgentTurn,
     EpisodeEnded,
+    EpisodeExtended,
     EpisodeFinished,
     EpisodeLent,
     EpisodeWanted,
@@ -81,7 +82,7 @@ class _Agents:
                     task.cancel()
                     self.link.send(EpisodeWanted(request_id=next(self.ids)))
             case _:
-                assert isinstance(message, TurnTokens), message
+                assert isinstance(message, TurnTokens | EpisodeExtended), message
 
     async def _play(self, lent: EpisodeLent) -> None:
         given, parent, after, num_beside = lent.prompt.token_ids, NO_NODE, np.zeros(0, np.int32), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,44 @@ def test_nothing_is_lost_or_read_while_it_changes_whoever_is_killed_in_whichever
     survived = survive(colocated(trainer={"steps": 20}), folder=tmp_path, faults=faults, world=WORLD)
     check(survived, num_steps=20)
     assert survived.kills
+
+
+# --- agents ----------------------------------------------------------------------------------------------------------------------
+
+
+def turns_with_agents(folder: Path, *, deadline_s: float, token_s: float, **options: Any) -> Simulated:
+    settings = colocated(gateway={"deadline_s": deadline_s}, rollout={"group_size": 4, "max_tokens": 64}, trainer={"steps": 6})
+    ended = run(settings, folder=folder, world=World(token_s=token_s, mean_tokens=8, device=(device := Device()), **options))
+    assert device.problems == ended.problems() == []
+    assert ended.ending.reason == "finished"
+    return ended
+
+
+def gauges_of(ended: Simulated) -> dict[str, Any]:
+    return [line["gateway"] for line in ended.lines if line["kind"] == "status"][-1]
+
+
+def test_no_agent_loses_its_episode_because_engines_sleep_for_longer_than_its_deadline(tmp_path: Path):
+    ended = turns_with_agents(tmp_path, deadline_s=3.0, token_s=4e-3)
+    phases = [line for line in ended.lines if line["kind"] == "phase"]
+    slept = [after["t"] - before["t"] for before, after in itertools.pairwise(phases) if before["phase"] == "training"]
+    assert max(slept) > 3.0
+    assert gauges_of(ended)["num_expired"] == 0
+
+
+def test_an_agent_that_vanishes_is_given_up_after_its_deadline_of_awake_engines(tmp_path: Path):
+    ended = turns_with_agents(tmp_path, deadline_s=3.0, token_s=1e-3, vanish_fraction=0.03)
+    assert gauges_of(ended)["num_expired"] > 0
+
+
+@pytest.mark.slow
+def test_episodes_of_agents_survive_whoever_is_killed_in_whichever_phase(tmp_path: Path):
+    settings = colocated(gateway={"deadline_s": 20.0}, rollout={"group_size": 4, "max_tokens": 64}, trainer={"steps": 12})
+    faults = Faults(seed=4, engine_s=4.0, gateway_s=4.0, trainer_s=6.0, orchestrator_s=6.0)
+    survived = survive(settings, folder=tmp_path, faults=faults, world=World(token_s=1e-3, mean_tokens=8, vanish_fraction=0.03))
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    assert len(survived.kills) == 4, survived.kills
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------------------------
