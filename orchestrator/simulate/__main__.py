@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.simulate.calibrated import world_of_runs
-from orchestrator.simulate.planned import SETTABLE, changed, world_of_plan
+from orchestrator.simulate.planned import SETTABLE, changed, elastic_of_plan, world_of_plan
+from orchestrator.simulate.roles import Elastic
 from orchestrator.simulate.run import Simulated, simulate
 from orchestrator.simulate.summary import FIGURES, Summary, hangs_on, summary_of
 from orchestrator.simulate.world import Faults, World, world_as_data
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--no-journal", action="store_true")
     parser.add_argument("--limit-s", type=float, default=1e9)
+    parser.add_argument("--elastic", type=float)
     parser.add_argument("--json", action="store_true")
     try:
         _simulate(parser.parse_args())
@@ -61,10 +63,21 @@ def _simulate(arguments: argparse.Namespace) -> None:
     if folder is not None and folder.exists():
         raise ConfigError(f"{folder} exists: name another folder with --out")
     faults, seed, began_s = _faults(arguments.fault), arguments.seed, time.process_time()
-    simulated = simulate(config, world, seed=seed, faults=faults, folder=folder, limit_s=arguments.limit_s)
+    elastic = None if arguments.elastic is None else _elastic(config, arguments)
+    simulated = simulate(
+        config,
+        world,
+        seed=seed,
+        faults=faults,
+        folder=folder,
+        limit_s=arguments.limit_s,
+        migration=None if elastic is None else 0,
+        elastic=elastic,
+    )
     took_s = time.process_time() - began_s
     found = summary_of(simulated)
-    hanging = _hanging(config, world, seed=seed, faults=faults, limit_s=arguments.limit_s) if took_s <= PATIENCE_S else {}
+    is_asked = took_s <= PATIENCE_S and elastic is None
+    hanging = _hanging(config, world, seed=seed, faults=faults, limit_s=arguments.limit_s) if is_asked else {}
     if arguments.json:
         print(json.dumps(_data(simulated, found, hanging, folder=folder), indent=1))
     else:
@@ -95,6 +108,15 @@ def _world(config: Config, *, like: list[Path], gpu: str | None, given: list[str
             hint = f", did you mean {near[0]}" if near else ""
             raise ConfigError(f"--set {setting}: {name!r} is no input{hint}? There are {', '.join([*SETTABLE, *CHOSEN])}")
     return changed(world_of_plan(config, gpu=gpu, given=read_settings(of_plan)), own)
+
+
+def _elastic(config: Config, arguments: argparse.Namespace) -> Elastic:
+    if arguments.gpu is None:
+        raise ConfigError("--elastic: what devices would do in other roles is known of a plan alone: name GPUs (--gpu h100)")
+    if arguments.elastic < 0:
+        raise ConfigError(f"--elastic {arguments.elastic:g}: expected the seconds of a change, 0 or more")
+    given = read_settings([setting for setting in arguments.given if setting.partition("=")[0] not in SETTABLE])
+    return elastic_of_plan(config, gpu=arguments.gpu, given=given, switch_s=arguments.elastic)
 
 
 def _number(setting: str, value: str) -> float:
@@ -169,6 +191,9 @@ def _show(simulated: Simulated, found: Summary, hanging: dict[str, tuple[str, fl
     console.print(f"rollouts: {simulated.rollouts}", highlight=False, soft_wrap=True)
     if simulated.num_evicted:
         console.print(f"full KV caches made {simulated.num_evicted:,} sequences give way, to be computed again", highlight=False)
+    for change in simulated.role_changes:
+        saves = f"saves {change.saved_s:,.0f} s and costs {change.cost_s:,.0f} s" if change.saved_s else "takes the last one back"
+        console.print(f"roles: {change.before} to {change.after}, {saves}", highlight=False, soft_wrap=True)
     if not hanging:
         console.print(f"[dim]What figures hang on is told of simulations that take less than {PATIENCE_S:g} s of a core.[/]")
     speed = simulated.seconds / max(took_s, 1e-9)

@@ -72,7 +72,7 @@ class Batching:
         """Called with what needs no room any more in front of batching."""
         self.num_tokens: dict[int, tuple[int, int]] = {}
         """(tokens with a loss, samples) of the steps that are closed and not trained."""
-        self._grouping, self._cut, self._packing, self._admission = grouping, cut, packing, admission
+        self._grouping, self._cut, self.packing, self._admission = grouping, cut, packing, admission
         self._trainer, self._books, self._queue_bytes, self._max_dropped = trainer, books, queue_bytes, max_dropped
         self._scored: collections.deque[ScoredTrajectory] = collections.deque()
         self._samples: dict[int, list[str]] = collections.defaultdict(list)
@@ -120,9 +120,9 @@ class Batching:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._books.reasons.most_common(5))
             raise Stalled(f"the last {self._num_dropped} groups were all dropped, so no step fills; rollouts so far by reason: {reasons}")
         for sample in verdict.delivered:
-            self._pack(verdict.step, self._packing.add(sample))
+            self._pack(verdict.step, self.packing.add(sample))
         if verdict.closes_step:
-            self._pack(verdict.step, self._packing.flush())
+            self._pack(verdict.step, self.packing.flush())
             self.num_tokens[verdict.step] = (verdict.num_tokens, verdict.num_samples)
             self._trainer.close(verdict.step)
 

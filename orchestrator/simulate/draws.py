@@ -104,16 +104,19 @@ class Workload:
         prompt_tokens: Distribution,
         lengths: Distribution,
         likeness: float = 0.0,
+        growth: tuple[float, int] = (1.0, 1),
         turns: Distribution,
         score_s: Distribution,
         reply_s: Distribution,
         reward_mean: float,
         reward_spread: float,
     ) -> None:
-        """`likeness`, 0 to 1, is the correlation of siblings' lengths; `reward_spread`, 0 to 1, how far prompts differ in difficulty."""
+        """`likeness`, 0 to 1, is the correlation of siblings' lengths; `reward_spread`, 0 to 1, how far prompts differ in difficulty;
+        `growth`: how many times as long completions are after so many groups.
+        """
         self._seed, self._num_siblings = seed, num_siblings
         self._prompt_tokens, self._lengths, self._likeness = prompt_tokens, lengths, likeness
-        self._turns, self._score_s, self._reply_s = turns, score_s, reply_s
+        self._turns, self._score_s, self._reply_s, self._growth = turns, score_s, reply_s, growth
         self._reward_mean, self._reward_spread = reward_mean, reward_spread
         self._block = functools.lru_cache(4)(self._draw)
 
@@ -136,6 +139,9 @@ class Workload:
         shape = (BLOCK, self._num_siblings)
         shared, own = chance.standard_normal((BLOCK, 1)), chance.standard_normal(shape)
         lengths = self._lengths.at(math.sqrt(self._likeness) * shared + math.sqrt(1 - self._likeness) * own)
+        factor, num_groups = self._growth
+        numbers = BLOCK * block + np.arange(BLOCK)[:, None]
+        lengths = lengths * factor ** (np.minimum(numbers, num_groups) / num_groups)
         return {
             "prompts": np.maximum(1, np.rint(self._prompt_tokens.at(chance.standard_normal(BLOCK)))),
             "lengths": np.maximum(1, np.rint(lengths)),

@@ -42,6 +42,7 @@ class SimulatedEngine:
         self.engine_id = engine_id
         self.version = 0
         self.is_alive = True
+        self.slots, self.room = max_running, world.kv_tokens
         self.on_committed: Callable[[SimulatedEngine, Committed], None] = lambda engine, committed: None
         self.on_busy: Callable[[SimulatedEngine, float, float], None] = lambda engine, start, end: None
         """Called with each stretch of passes."""
@@ -50,7 +51,7 @@ class SimulatedEngine:
         self.num_tokens = self.num_steps = self.num_evicted = self.num_prefilled = 0
         self.busy_s = self.idle_s = 0.0
         self._world, self._cores, self._events = world, cores, cores.events
-        self._max_running, self._swap_s, self._sleep_s, self._keeps_kv = max_running, sync.pause_s, sync.sleep_s, keeps_kv
+        self._swap_s, self._sleep_s, self._keeps_kv = sync.pause_s, sync.sleep_s, keeps_kv
         self.drafts: tuple[int, int] = (0, 0)
         """Below so many sequences, so many tokens of each are drafted."""
         self._cache = KvCache(num_tokens=world.kv_tokens, has_prefix_cache=world.has_prefix_cache)
@@ -82,7 +83,7 @@ class SimulatedEngine:
         """Take a request: it begins between two passes, as soon as there is room."""
         sequence.num_pending = max(1, sequence.num_context - sequence.num_cached)
         self._waiting.append(sequence)
-        if len(self._waiting) == 1 and self.num_running < self._max_running:
+        if len(self._waiting) == 1 and self.num_running < self.slots:
             self._interrupt()
 
     def cancel(self, sequence: Sequence) -> None:
@@ -112,6 +113,7 @@ class SimulatedEngine:
         if self._stretch is not None:
             self._stretch.job.cancel()
             self._advance(self._num_over())
+        self._rest(is_idle=False)
 
     def written_of(self, sequence: Sequence) -> int:
         """Return the tokens that a sequence has written by now."""
@@ -331,7 +333,7 @@ class SimulatedEngine:
     def _next_to_compute(self) -> Sequence | None:
         if self._computing:
             return next(iter(self._computing))
-        if not self._waiting or self.num_running >= self._max_running:
+        if not self._waiting or self.num_running >= self.slots:
             return None
         if self.num_running and not self._cache.fits(self._waiting[0], self._pass):
             return None

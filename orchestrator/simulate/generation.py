@@ -26,6 +26,8 @@ from orchestrator.simulate.world import ScoringWorld
 from pipelinerl.messages import Finish
 
 NO_ENGINE = "an engine that takes new work"
+ANYWHERE = -1
+"""In place of the engine to which a rollout moves: whichever may take it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +77,14 @@ class Generation:
         """Whether another group might be admitted: what a live run's credits signal."""
         self.num_missing = 0
         """Engines that are dead."""
+        self.leaving: set[int] = set()
+        """Engines that take no new work any more, and those that are gone for another role."""
         self.next_group_id = 0
         self.quarantine = Quarantine()
         self.on_finished: Callable[[Rollout], None] = lambda rollout: None
         """Called with a rollout that is written."""
+        self.on_empty: Callable[[int], None] = lambda engine_id: None
+        """Called with each engine that has nothing left."""
         self.on_chunk: Callable[[Rollout, int], None] = lambda rollout, tokens: None
         """Called with tokens of a rollout as they are reported, for the process reward model."""
         self.full: Callable[[], str | None] = lambda: None
@@ -122,7 +128,7 @@ class Generation:
             serving = [
                 Serving(engine_id=number, version=engine.version, num_outstanding=self.outstanding[number])
                 for number, engine in enumerate(self.engines)
-                if engine.is_alive
+                if self._takes_work(engine)
             ]
             found = dispatch.next(serving, max_running=self.admission.max_running)
             if found is None:
@@ -133,10 +139,27 @@ class Generation:
     def note(self, engine: SimulatedEngine) -> None:
         """Count an engine among those that take new work, or not."""
         self.has_changed = True
-        if engine.is_alive:
+        if self._takes_work(engine):
             self.loads.note(engine.engine_id, version=engine.version, outstanding=self.outstanding[engine.engine_id])
         else:
             self.loads.forget(engine.engine_id)
+
+    def _takes_work(self, engine: SimulatedEngine) -> bool:
+        return engine.is_alive and engine.engine_id not in self.leaving
+
+    def join(self, engine: SimulatedEngine) -> None:
+        """Take another engine, whose id is the next one."""
+        self.engines.append(engine)
+        self.outstanding.append(0)
+        self._in_engines.append({})
+        self.note(engine)
+
+    def leave(self, engine_id: int) -> None:
+        """Have an engine give all that it has to others; `on_empty` says when it has."""
+        self.leaving.add(engine_id)
+        self.note(self.engines[engine_id])
+        for rollout in self.in_engine(engine_id):
+            self.move(rollout, ANYWHERE)
 
     def credit(self) -> None:
         """Note that another group might be admitted."""
@@ -236,8 +259,13 @@ class Generation:
 
     def _move_on(self, rollout: Rollout, engine_id: int, *, num_written: int) -> None:
         rollout.num_moved += num_written
-        engine = self.engines[engine_id]
-        if engine.is_alive and engine.version >= rollout.version:
+        rollout.version = max([rollout.version, *(version for version, _ in rollout.runs[-1:])])
+        self._ask_if(rollout, engine_id)
+
+    def _ask_if(self, rollout: Rollout, engine_id: int) -> None:
+        """Ask an engine, where it may go on with a rollout; else another one, once it may."""
+        engine = None if engine_id == ANYWHERE else self.engines[engine_id]
+        if engine is not None and self._takes_work(engine) and engine.version >= rollout.version:
             self._ask(rollout, engine_id)
             self.note(engine)
         else:
@@ -293,13 +321,7 @@ class Generation:
     def _go_on(self, rollout: Rollout) -> None:
         """Ask for the next turn: the engine of the last one, where it may go on."""
         rollout.num_observed += self._world.reply_tokens
-        engine = self.engines[rollout.engine_id]
-        if engine.is_alive and engine.version >= rollout.version:
-            self._ask(rollout, rollout.engine_id)
-            self.note(engine)
-        else:
-            self._lost.setdefault(rollout.group_id, []).append(rollout)
-            self.has_changed = True
+        self._ask_if(rollout, rollout.engine_id)
 
     def _finish(self, rollout: Rollout) -> None:
         self._open[rollout.group_id] -= 1
@@ -315,6 +337,8 @@ class Generation:
         self.outstanding[rollout.engine_id] -= 1
         self.num_outstanding -= 1
         self.note(self.engines[rollout.engine_id])
+        if not self.outstanding[rollout.engine_id]:
+            self.on_empty(rollout.engine_id)
 
     def reported(self, engine: SimulatedEngine) -> None:
         """Have `dispatch` hear an engine's gauges."""
@@ -357,7 +381,7 @@ class Generation:
         may_take = {
             engine.engine_id: self.outstanding[engine.engine_id]
             for engine in self.engines
-            if engine.is_alive and engine.version >= newest and self._may_take(engine.engine_id, rollouts[0])
+            if self._takes_work(engine) and engine.version >= newest and self._may_take(engine.engine_id, rollouts[0])
         }
         engine_id = route(may_take)
         if engine_id is None:

@@ -12,11 +12,11 @@ from orchestrator.simulate.world import World
 class Migration:
     """Asks the rules, and has the simulation do what they say."""
 
-    def __init__(self, generation: Generation, *, world: World, slots: int, lengths: Lengths, most: int) -> None:
+    def __init__(self, generation: Generation, *, world: World, lengths: Lengths, most: int) -> None:
         """In rounds, the last sequences are packed into engines of `most` at most; 0: they stay."""
         self.num_moved = 0
         self._events, self._generation, self._world, self._every_s = generation.events, generation, world.engine, world.report_every_s
-        self._slots, self._lengths, self._most = slots, lengths, most
+        self._lengths, self._most = lengths, most
         self._pass_on, generation.on_finished = generation.on_finished, self._finished
         self._events.after(self._every_s, self._act)
 
@@ -25,7 +25,10 @@ class Migration:
         self._pass_on(rollout)
 
     def _act(self) -> None:
-        engines = [self._holding(engine_id) for engine_id, engine in enumerate(self._generation.engines) if engine.is_alive]
+        generation = self._generation
+        engines = [
+            self._holding(number) for number, one in enumerate(generation.engines) if one.is_alive and number not in generation.leaving
+        ]
         relieved = relieve(engines)
         repacked: list[Move[Rollout]] = []
         dispatch, schedule = self._generation.dispatch, self._generation.admission.schedule
@@ -50,4 +53,4 @@ class Migration:
             held.append(
                 Held(rollout=rollout, num_tokens=sequence.num_context + here, to_come=to_come, version=version, waits=not sequence.is_held)
             )
-        return Holding(engine_id=engine_id, version=engine.version, slots=self._slots, room=self._world.kv_tokens, held=held)
+        return Holding(engine_id=engine_id, version=engine.version, slots=engine.slots, room=engine.room, held=held)

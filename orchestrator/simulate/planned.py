@@ -11,9 +11,11 @@ import math
 from collections.abc import Mapping
 
 from orchestrator.simulate.draws import Distribution, fixed
+from orchestrator.simulate.roles import Elastic
 from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.planning.formulas import SHEET
 from pipelinerl.planning.inputs import TRANSPORTS, gpu_inputs, run_inputs
 from pipelinerl.planning.plan import model_of, parameters_of
@@ -22,11 +24,7 @@ from pipelinerl.planning.sheet import Values
 
 def world_of_plan(config: Config, *, gpu: str, given: Mapping[str, float]) -> World:
     """Return the world that a plan foresees for a run as configured, on GPUs of the table. Raises `ConfigError`."""
-    shape, adapters = model_of(config)
-    prm = 0 if config.prm.path is None else parameters_of(config.prm.path)
-    inputs = run_inputs(config, shape, method=method_of(config), adapter_parameters=adapters, prm_parameters=prm)
-    inputs = {**inputs, **gpu_inputs(gpu), **given, "epochs": 1.0}  # the simulated trainer repeats rows by itself
-    values = SHEET.evaluate(inputs)
+    inputs, values = _planned(config, gpu=gpu, given=given)
     plan = f"plan, {gpu.lower()}"
     origins: dict[str, str] = {name: plan for name in ("engine", "trainer", "sync", "lengths")}
     origins |= {name: "a guess" for name in ("scoring", "rewards")}
@@ -39,6 +37,46 @@ def world_of_plan(config: Config, *, gpu: str, given: Mapping[str, float]) -> Wo
         lengths=_lengths(inputs, is_given="length_cv" in given),
         origins=origins,
     )
+
+
+def elastic_of_plan(config: Config, *, gpu: str, given: Mapping[str, float], switch_s: float) -> Elastic:
+    """Return the devices of a run that may change roles, as far as a plan says what they then do: units of as many devices as hold whole
+    engines and one copy of the trainer's weights, of which the core is one. Raises `ConfigError`.
+    """
+    inputs, values = _planned(config, gpu=gpu, given=given)
+    width, ranks = config.engine.num_ranks, config.trainer.layout.ranks
+    unit = math.lcm(width, int(values["weight_share"]))
+    if ranks % unit:
+        raise ConfigError(
+            f"--elastic: {ranks} ranks of the trainer are no whole units of {unit}, the ranks that share one copy of its weights"
+        )
+    each = {"engine_pipeline": 1.0, "engines": 1.0}
+    engines: dict[int, EngineWorld] = {}
+    slots: dict[int, int] = {}
+    for other in (width, *(1 << power for power in range(unit.bit_length()))):
+        most = max(1, config.engine.max_running * other // width)
+        changed = {**inputs, **each, "engine_tensor": float(other), "max_running": float(most)}
+        found = SHEET.evaluate(changed)
+        if other == width or (not unit % other and found["engine_rank_room"] >= 0):
+            engines[other], slots[other] = _engine(changed, found), most
+    return Elastic(
+        unit_devices=unit,
+        core_replicas=config.trainer.layout.replicas * unit // ranks,
+        unit_replicas=config.trainer.layout.replicas * unit // ranks,
+        width=width,
+        engines=engines,
+        slots=slots,
+        switch_s=switch_s,
+    )
+
+
+def _planned(config: Config, *, gpu: str, given: Mapping[str, float]) -> tuple[Values, Values]:
+    """Return the inputs and the values of a plan of a run as configured."""
+    shape, adapters = model_of(config)
+    prm = 0 if config.prm.path is None else parameters_of(config.prm.path)
+    inputs = run_inputs(config, shape, method=method_of(config), adapter_parameters=adapters, prm_parameters=prm)
+    inputs = {**inputs, **gpu_inputs(gpu), **given, "epochs": 1.0}  # the simulated trainer repeats rows by itself
+    return inputs, SHEET.evaluate(inputs)
 
 
 def _engine(inputs: Values, values: Values) -> EngineWorld:
@@ -101,6 +139,7 @@ SETTABLE = {
     "turns": "turns of an episode",
     "reward_mean": "mean reward: 1 right, 0 wrong",
     "reward_spread": "how far prompts differ in difficulty, 0 to 1",
+    "length_growth": "how many times as long completions are at the run's end",
     "likeness": "correlation of siblings' lengths, 0 to 1",
     "failed_fraction": "part of the reward calls that fail",
     "hopeless_fraction": "part of the rollouts that the process reward model flags",

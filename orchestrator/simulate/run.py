@@ -7,8 +7,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from orchestrator.advantages import MethodAdvantages
 from orchestrator.ledger.rollouts import Counts
 from orchestrator.rules.admission import Admission, schedule_of
@@ -19,24 +17,27 @@ from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.group_cut import group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.lengths import Lengths
+from orchestrator.rules.roles import Change
 from orchestrator.simulate.alternation import Alternation
 from orchestrator.simulate.batching import Batching, MethodFilter, step_rules_of
 from orchestrator.simulate.books import Books
 from orchestrator.simulate.cores import Cores
-from orchestrator.simulate.draws import Workload, fixed
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.events import Events
+from orchestrator.simulate.faults import Injection
 from orchestrator.simulate.gauges import gauges
 from orchestrator.simulate.generation import Generation, Limits
 from orchestrator.simulate.links import Link
 from orchestrator.simulate.migration import Migration
 from orchestrator.simulate.record import MAX_LANES, Record, Totals
+from orchestrator.simulate.roles import Elastic, RoleChanges
 from orchestrator.simulate.scorers import Slots
 from orchestrator.simulate.scoring import Scoring, Stopping
 from orchestrator.simulate.trainer import Trainer
 from orchestrator.simulate.waits import Waits
 from orchestrator.simulate.weight_sync import WeightSync
-from orchestrator.simulate.world import NO_FAULTS, Faults, World, faults_by_step, world_as_data
+from orchestrator.simulate.workload import workload_of
+from orchestrator.simulate.world import NO_FAULTS, EngineWorld, Faults, World, world_as_data
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import write_run
@@ -63,6 +64,8 @@ class Simulated:
     num_evicted: int
     num_moved: int
     """Sequences that went on in another engine."""
+    role_changes: tuple[Change, ...] = ()
+    """Changes of what devices do, in order."""
 
 
 def simulate(
@@ -74,11 +77,12 @@ def simulate(
     folder: Path | None = None,
     limit_s: float = 1e9,
     migration: int | None = None,
+    elastic: Elastic | None = None,
 ) -> Simulated:
     """Simulate a run to its last step; `folder` becomes a run folder with its journal.
 
     `migration` has sequences move between engines (`rules.migration`), and, above 0, engines emptied at the end of a round into others that
-    then have so many at most. Live runs do neither.
+    then have so many at most. `elastic` has devices change roles between steps (`rules.roles`). Live runs do none of it.
 
     Raises `Stalled` where the run could not go on, and where it takes more than `limit_s` simulated seconds.
     """
@@ -94,6 +98,7 @@ def simulate(
             journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=machine, simulated=about)
         run = _Run(config, world, seed=seed, faults=faults, events=events, journal=journal)
         run.migrate(migration)
+        run.change_roles(elastic)
         return run.run(limit_s)
 
 
@@ -113,6 +118,8 @@ class _Run:
             num_steps=config.trainer.steps,
             max_running=config.max_running_rollouts,
         )
+        self.engine_worlds: dict[int, tuple[EngineWorld, int]] = {}
+        """Of engines that are not as those that the run begins with, and their slots."""
         self.engines = [self._engine(number) for number in range(config.engine.count)]
         self.trainer = self._trainer(holds_batches=schedule.holds_batches)
         self.slots = Slots(events, num_slots=config.scorer.slots)
@@ -144,19 +151,33 @@ class _Run:
             kv_max_staleness=config.weights.kv_max_staleness,
             seed=seed,
         )
-        self.faults = faults_by_step(faults, num_steps=config.trainer.steps, seed=seed)
-        self.fault_world, self.chance = faults, np.random.default_rng((seed, 2))
+        self.injection = Injection(
+            events,
+            faults=faults,
+            num_steps=config.trainer.steps,
+            seed=seed,
+            record=self.record,
+            generation=self.generation,
+            weight_sync=self.weight_sync,
+            trainer=self.trainer,
+            slots=self.slots,
+            link=self.link,
+            restart_s=world.engine.restart_s,
+            restarted=self._engine,
+        )
         self.concurrency: Concurrency | None = None
         self.migration: Migration | None = None
-        self.is_finished, self._num_tokens_of_dead = False, 0
+        self.roles: RoleChanges | None = None
+        self.is_finished = False
         self._join()
 
     # --- parts ---
 
     def _engine(self, number: int) -> SimulatedEngine:
-        settings, sync, most = self.config.engine, self.world.sync, self.config.engine.max_running
+        settings, sync = self.config.engine, self.world.sync
+        world, most = self.engine_worlds.get(number, (self.world.engine, settings.max_running))
         keeps_kv = settings.sleep_kv == "keep"
-        engine = SimulatedEngine(self.world.engine, sync, engine_id=number, max_running=most, cores=self.cores, keeps_kv=keeps_kv)
+        engine = SimulatedEngine(world, sync, engine_id=number, max_running=most, cores=self.cores, keeps_kv=keeps_kv)
         engine.drafts = settings.drafts
         if number < MAX_LANES:
             engine.on_busy = lambda engine, start, end: self.record.span(f"engine-{engine.engine_id}", "forward", start, end)
@@ -185,18 +206,7 @@ class _Run:
             self.events,
             engines=self.engines,
             admission=self.admission,
-            workload=Workload(
-                seed=self.seed,
-                num_siblings=self.num_siblings,
-                prompt_tokens=world.prompt_tokens,
-                lengths=world.lengths,
-                likeness=world.likeness,
-                turns=world.scoring.turns if has_environment else fixed(1.0),
-                score_s=world.scoring.score_s,
-                reply_s=world.scoring.reply_s,
-                reward_mean=world.reward_mean,
-                reward_spread=world.reward_spread,
-            ),
+            workload=workload_of(config, world, seed=self.seed, num_siblings=self.num_siblings),
             world=world.scoring,
             limits=Limits(
                 group_size=config.rollout.group_size,
@@ -250,7 +260,6 @@ class _Run:
         self.batching.on_verdict = self._verdict
         self.trainer.on_done = self._step_done
         self.trainer.on_published = self._published
-        self.trainer.on_begun = self._step_begun
         self.trainer.on_span = lambda name, start, end: self.record.span("trainer-0", name, start, end)
         self.weight_sync.on_line = self.record.line
         self.alternation = Alternation(self.trainer, self.weight_sync, self.engines) if self.config.is_colocated else None
@@ -272,8 +281,29 @@ class _Run:
         """Have sequences move between engines; see `simulate`."""
         if most is not None:
             lengths = Lengths(group_size=self.num_siblings, max_tokens=self.config.rollout.max_tokens)
-            slots = self.config.engine.max_running
-            self.migration = Migration(self.generation, world=self.world, slots=slots, lengths=lengths, most=most)
+            self.migration = Migration(self.generation, world=self.world, lengths=lengths, most=most)
+
+    def change_roles(self, elastic: Elastic | None) -> None:
+        """Have devices change roles; see `simulate`."""
+        if elastic is None:
+            return
+
+        def new_engine(number: int, world: EngineWorld, slots: int) -> SimulatedEngine:
+            self.engine_worlds[number] = world, slots
+            return self._engine(number)
+
+        self.roles = RoleChanges(
+            elastic,
+            config=self.config,
+            generation=self.generation,
+            trainer=self.trainer,
+            packing=self.batching.packing,
+            weight_sync=self.weight_sync,
+            prm=self.scoring.prm,
+            new_engine=new_engine,
+            line=self.record.line,
+            seed=self.seed,
+        )
 
     def run(self, limit_s: float) -> Simulated:
         events = self.events
@@ -293,6 +323,7 @@ class _Run:
             num_generated_tokens=self._num_generated(),
             num_evicted=sum(engine.num_evicted for engine in self.engines),
             num_moved=self.migration.num_moved if self.migration else 0,
+            role_changes=tuple(self.roles.changes) if self.roles else (),
         )
 
     def _verdict(self, verdict: Verdict) -> None:
@@ -304,10 +335,14 @@ class _Run:
         busy_s, idle_s = (sum(float(one[name] or 0.0) for one in gauges) for name in ("busy_s", "idle_s"))
         self.record.trained(step, metrics, engine_s=(busy_s, idle_s))
         self.batching.trained(step)
+        if self.roles is not None:
+            self.roles.trained(metrics)
         self.books.counts()
 
     def _published(self, version: int) -> None:
         self.weight_sync.announce(version)
+        if self.roles is not None:
+            self.roles.boundary(version)
         self.generation.credit()
         self.is_finished = version == self.config.trainer.steps
 
@@ -337,51 +372,10 @@ class _Run:
                     self.generation.credit()
                     self.record.line("limit", max_running=concurrency.limit, engine_id=engine.engine_id, kv_used=kv_used)
 
-    # --- faults ---
-
-    def _step_begun(self, step: int) -> None:
-        for fault in self.faults.pop(step, ()):
-            match fault:
-                case "engine":
-                    self._kill_engine(int(self.chance.integers(len(self.engines))))
-                case "trainer":
-                    self.record.line("fault", what="trainer")
-                    self.events.after(0.0, self.trainer.die)
-                case "scorer":
-                    self.record.line("fault", what="scorer", seconds=self.fault_world.lasts_s)
-                    self.slots.slowness *= self.fault_world.slowness
-                    self.events.after(self.fault_world.lasts_s, self._scorer_recovers)
-                case _:
-                    self.record.line("fault", what="link", seconds=self.fault_world.lasts_s)
-                    self.link.lose(self.fault_world.lasts_s)
-
-    def _scorer_recovers(self) -> None:
-        self.slots.slowness /= self.fault_world.slowness
-
-    def _kill_engine(self, engine_id: int) -> None:
-        engine, generation = self.engines[engine_id], self.generation
-        if not engine.is_alive:
-            return
-        self.record.line("fault", what="engine", engine_id=engine_id)
-        engine.die()
-        self._num_tokens_of_dead += engine.num_tokens
-        generation.num_missing += 1
-        generation.note(engine)
-        generation.lost(engine_id)
-        self.weight_sync.left(engine_id)
-        self.events.after(self.world.engine.restart_s, lambda: self._restart_engine(engine_id))
-
-    def _restart_engine(self, engine_id: int) -> None:
-        """Have a process take its place, which samples under the model that the run began with until it holds the newest policy."""
-        engine = self.engines[engine_id] = self._engine(engine_id)
-        self.generation.num_missing -= 1
-        self.generation.note(engine)
-        self.weight_sync.joined(engine)
-
     # --- gauges ---
 
     def _num_generated(self) -> int:
-        return self._num_tokens_of_dead + sum(int(engine.gauges()["num_tokens"] or 0) for engine in self.engines)
+        return self.injection.num_tokens_of_dead + sum(int(engine.gauges()["num_tokens"] or 0) for engine in self.engines)
 
     def _status(self) -> None:
         self.record.status(self._gauges())

@@ -18,7 +18,8 @@ class Slots:
         self.slowness = 1.0
         """Factor on the seconds of calls that begin now."""
         self._events = events
-        self._num_slots = num_slots
+        self.num_slots = num_slots
+        """It may change; calls under way go on."""
         self._waiting: collections.deque[tuple[float, Act]] = collections.deque()
 
     @property
@@ -31,7 +32,7 @@ class Slots:
         self._begin()
 
     def _begin(self) -> None:
-        while self._waiting and self.num_running < self._num_slots:
+        while self._waiting and self.num_running < self.num_slots:
             seconds, act = self._waiting.popleft()
             self.num_running += 1
             lasts_s = seconds * self.slowness

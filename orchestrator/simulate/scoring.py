@@ -57,7 +57,7 @@ class Scoring:
         self.num_waiting_tokens = 0
         """Tokens that the process reward model has to answer for."""
         self.num_hopeless = self.num_stopped = 0
-        self._events, self._world, self._slots, self._prm, self._stopping = events, world, slots, prm, stopping
+        self._events, self._world, self._slots, self.prm, self._stopping = events, world, slots, prm, stopping
         self._comparing, self._min_group_size, self._stop = comparing, min_group_size, stop
         self._queue_bytes, self._deadline_s = queue_bytes, deadline_s
         self._chunk_tokens, self._max_waiting_tokens = chunk_tokens, max_waiting_tokens
@@ -85,7 +85,7 @@ class Scoring:
 
     def take(self, rollout: Rollout) -> None:
         """Take a rollout that is written."""
-        if self._prm is not None:
+        if self.prm is not None:
             rest = rollout.num_sampled % self._chunk_tokens or min(rollout.num_sampled, self._chunk_tokens)
             self.chunk(rollout, rest)
         size = 13 * (rollout.num_sampled + rollout.num_observed + rollout.draws.prompt_tokens)
@@ -127,7 +127,7 @@ class Scoring:
                 self.group_cut.scored(scored.score.reward)
         if self._stopping is not None and rollout.decision is not None and not rollout.decision.stops and scored.score.reward is not None:
             self._stopping.audit.saw(reward=scored.score.reward)
-        if self._prm is not None and rollout.num_at_prm:
+        if self.prm is not None and rollout.num_at_prm:
             rollout.waiting = scored
         else:
             self._pass_on(scored)
@@ -158,12 +158,12 @@ class Scoring:
 
     def chunk(self, rollout: Rollout, tokens: int) -> None:
         """Have the process reward model score tokens of a rollout that is being written, or was."""
-        assert self._prm is not None
+        assert self.prm is not None
         attempt = rollout.attempt
         rollout.num_at_prm += 1
         self.num_waiting_tokens += tokens
         seconds = self._world.prm_batch_s + self._world.prm_token_s * tokens
-        self._prm.call(seconds, lambda: self._step_scored(rollout, tokens, attempt))
+        self.prm.call(seconds, lambda: self._step_scored(rollout, tokens, attempt))
 
     def _step_scored(self, rollout: Rollout, tokens: int, attempt: int) -> None:
         self.num_waiting_tokens -= tokens

@@ -55,6 +55,10 @@ class Trainer:
         """The callback says whether rows may be taken: where engines share the trainer's devices, in its own phase alone."""
         self.on_moved: Callable[[], None] = lambda: None
         """Called where its phase may be due, or over: a step was closed, a policy published, or the trainer began anew."""
+        self.on_resized: Callable[[], None] = lambda: None
+        """Called once it has as many replicas as `num_replicas` says."""
+        self.num_replicas = num_replicas
+        """Another number holds from the next step's beginning, after `regroup_s`."""
         self.num_closed = 0
         """Steps that have all their rows."""
         self.step = 0
@@ -85,6 +89,11 @@ class Trainer:
     def published(self) -> int | None:
         """The newest version that it has published; None after a restart, until the steps since its checkpoint are trained again."""
         return None if self._is_down or self.step < self._published else self._published
+
+    @property
+    def is_resized(self) -> bool:
+        """True where it has as many replicas as it is to have."""
+        return self._num_replicas == self.num_replicas
 
     @property
     def num_bytes_ahead(self) -> int:
@@ -140,6 +149,9 @@ class Trainer:
         """Train the next wave, or end the step, if what it takes is there."""
         if self._waits_since is None or self._is_down or self.step >= self._num_steps or not self.may_train():
             return
+        if self._wave == 0 and not self.is_resized:
+            self._regroup()
+            return
         step, first = self.steps.get(self.step), self._wave * self._num_replicas
         if step is None or (self._waits_for_step and not step.is_closed):
             return
@@ -159,6 +171,13 @@ class Trainer:
     def _wait(self) -> None:
         self._waits_since = self._events.now_s
         self.go_on()
+
+    def _regroup(self) -> None:
+        assert self._waits_since is not None
+        self._note("wait", self._waits_since, self._events.now_s)
+        self._waits_since, self._num_replicas = None, self.num_replicas
+        self.on_resized()
+        self._work("regroup", self._world.regroup_s, self._wait)
 
     def _end_rows(self) -> None:
         """Change the weights, once the last policy is published."""

@@ -84,6 +84,8 @@ class TrainerWorld:
     """Seconds in which a checkpoint holds up training."""
     restart_s: float = 60.0
     """From the death of a process until the next one trains."""
+    regroup_s: float = 0.0
+    """Seconds between two steps in which replicas join or leave the group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,9 @@ class World:
     prompt_tokens: Distribution = _PROMPT
     lengths: Distribution = _LENGTH
     """Tokens that a rollout would write without a limit."""
+    length_growth: float = 1.0
+    """How many times as long completions are at the end of the run as at its beginning, as answers of a reasoning run: each group's are
+    longer by the same factor."""
     likeness: float = 0.0
     """Correlation of the lengths of siblings."""
     reward_mean: float = 0.5

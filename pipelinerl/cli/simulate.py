@@ -34,6 +34,10 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="the run folder to write; default: beside the others")] = None,
     no_journal: Annotated[bool, typer.Option("--no-journal", help="print figures alone")] = False,
     limit_s: Annotated[float, typer.Option(help="simulated seconds after which a run counts as one that hangs")] = 1e9,
+    elastic: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="devices change between engines, trainer and PRM (not live yet), each change taking so long"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, for machines")] = False,
 ) -> None:
     """Simulate a run before it starts: the live rules on simulated time, with models of how long everything takes. Needs no GPU.
@@ -51,7 +55,7 @@ def simulate(
     `view`, `compare` and `watch` read it as any other. Printed are tokens per second, staleness, who waited how long, and for each figure
     the assumption on which it hangs most. docs/simulator.md has the formulas.
     """
-    options = [f"--{name}={value}" for name, value in (("gpu", gpu), ("out", out)) if value is not None]
+    options = [f"--{name}={value}" for name, value in (("gpu", gpu), ("out", out), ("elastic", elastic)) if value is not None]
     options += [f"--like={run}" for run in like or ()]
     options += [f"--set={setting}" for setting in given or ()] + [f"--fault={setting}" for setting in fault or ()]
     options += ["--no-journal"] * no_journal + ["--json"] * as_json

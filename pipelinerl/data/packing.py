@@ -38,7 +38,8 @@ class Packing(Generic[S]):
 
     def __init__(self, *, max_tokens: int, open_rows: int = OPEN_ROWS, num_replicas: int = 1) -> None:
         self._max_tokens = max_tokens
-        self._num_replicas = num_replicas
+        self.num_replicas = num_replicas
+        """It may change between two steps."""
         self._num_left = 0
         """Rows of this step that have left."""
         self._open_rows = open_rows
@@ -72,9 +73,9 @@ class Packing(Generic[S]):
     def flush(self) -> list[list[S]]:
         """Return every row still open, evened out over the last wave: the step closes."""
         rows, self._rows, self._room = self._rows, [], []
-        num_missing = -(self._num_left + len(rows)) % self._num_replicas
+        num_missing = -(self._num_left + len(rows)) % self.num_replicas
         self._num_left = 0
-        if self._num_replicas == 1:
+        if self.num_replicas == 1:
             return rows
         return self._dealt([sample for row in rows for sample in row], num_rows=len(rows) + num_missing) or rows
 

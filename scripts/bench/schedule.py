@@ -3,6 +3,7 @@
     python -m scripts.bench.schedule                    # dispatch, routing, KV admission: alone and together
     python -m scripts.bench.schedule --part network     # static fabrics and one that reconfigures, 48 to 2,048 GPUs
     python -m scripts.bench.schedule --part migration   # sequences that move between engines by re-prefill
+    python -m scripts.bench.schedule --part roles       # devices that change between writing and training while answers grow
 
 The rules are the live ones (`orchestrator.rules`). How a real vLLM gains is not shown by this.
 """
@@ -16,9 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench import harness
-from scripts.bench.scheduled import migration, network, rules
+from scripts.bench.scheduled import migration, network, roles, rules
 
-PARTS = {"rules": rules.measure, "network": network.measure, "migration": migration.measure}
+PARTS = {"rules": rules.measure, "network": network.measure, "migration": migration.measure, "roles": roles.measure}
 
 
 def measure(arguments: Any) -> harness.Measured:

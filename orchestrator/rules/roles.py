@@ -1,0 +1,282 @@
+"""Roles decides what the devices of an elastic pool do until the next plan: write, train beside the core, or score.
+
+The core group of trainer replicas never changes. Beside it a run has a pool of units, a node each, say; every unit holds engines of some
+width (the devices of one engine), further replicas of the trainer, or scorers (a process reward model, a reward model).
+
+There are two time scales, as in OrchestrRL (arXiv 2601.01209) and Libra (arXiv 2606.03077). This rule is the slow one: once a window of
+steps it plans from the rates of the last window. The fast one is `rules.migration.relieve`, which moves single sequences between engines.
+
+The speed of a layout is that of its slowest part, in sampled tokens per second:
+
+    R = engines * n / pass(n, context) / slowness    n = the sequences for which an engine has slots, room and work
+    T = (core + further replicas) * rate of a replica while it works
+    S = (core + further scorers) * rate of a scorer while it works, where devices score
+
+R is not what engines have written: while the trainer is slower, admission holds them back, and they look as fast as it is. So R follows
+from a profile of a pass and from `slowness`, how much longer than that passes took. Where the trainer has waited, what was written is
+all that engines can, unevenness and tails included: they, and narrower ones, are taken to be that much slower from then on. Contexts are
+expected to grow as much in the next window as they did in the last.
+
+Units change only at a swap boundary, and only where `HORIZON` windows save more than the change costs:
+
+    HORIZON * (tokens / speed now - tokens / speed then) > (1 + MARGIN) * cost
+    cost = switch_s * (1 - speed meanwhile / speed now) + KV caches computed anew
+
+Each change has an epoch. It is over when every unit says so; after its deadline the layout before it is taken up again, and the rule plans
+nothing for `HOLD_WINDOWS`. Without a measurement it plans nothing at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+MARGIN = 0.5
+"""Part of a change's cost that it has to save beyond it. A larger value follows drifts later; a smaller one changes to and fro on noise."""
+HORIZON = 4
+"""Windows for which a layout is expected to be the better one. A larger value pays for dearer changes, and trusts drifts to go on."""
+LEAST_WAIT = 0.1
+"""Part of the time for which the trainer has waited where engines are taken for the slower part."""
+LEAST_GAIN = 0.05
+"""Part by which the other layout has to be faster, whatever it costs: rates of a window are no surer than that."""
+HOLD_WINDOWS = 2
+"""Windows without a plan after a change that did not end in time. 0 would try the same one again at once."""
+PATIENCE = 3.0
+"""Times its expected seconds that a change may take."""
+
+
+class Role(enum.StrEnum):
+    """What a unit does."""
+
+    ENGINE = "engine"
+    TRAINER = "trainer"
+    SCORER = "scorer"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many units have each role."""
+
+    engines: int
+    width: int
+    """Devices of one engine."""
+    trainers: int = 0
+    scorers: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.engines} units of engines of {self.width}", f"{self.trainers} training", f"{self.scorers} scoring"]
+        return ", ".join(part for part in parts if not part.startswith("0 "))
+
+    @property
+    def num_units(self) -> int:
+        return self.engines + self.trainers + self.scorers
+
+    def common(self, other: Layout) -> Layout:
+        """Return the units that would do the same in both; engines of another width are others."""
+        return Layout(
+            engines=min(self.engines, other.engines) if self.width == other.width else 0,
+            width=self.width,
+            trainers=min(self.trainers, other.trainers),
+            scorers=min(self.scorers, other.scorers),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProfile:
+    """An engine of one width."""
+
+    pass_s: Callable[[float, float], float]
+    """Seconds of a pass for so many sequences, each with so many tokens."""
+    slots: float
+    room: float
+    """Tokens that its KV cache holds."""
+
+    def rate(self, *, context: float, most: float) -> float:
+        """Return the tokens per second of one engine that has work for at most `most` sequences."""
+        num = max(1.0, min(self.slots, self.room / max(1.0, context), most))
+        return num / self.pass_s(num, context)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """What may change, and what does not."""
+
+    unit_devices: int
+    unit_replicas: float
+    """Replicas of the trainer that a unit holds; 0 where it cannot train."""
+    core_replicas: float
+    core_scorers: float = 0.0
+    """Scorers that the run always has, in units."""
+    profiles: Mapping[int, EngineProfile]
+    """Of engines, by width."""
+    most_running: float
+    """Sequences that the staleness bound admits to all engines."""
+    switch_s: float
+    """Seconds from the end of one role until a unit has taken up another: processes, weights, groups."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What the last window has shown."""
+
+    tokens: float
+    """Sampled tokens of the steps of a window."""
+    context: float
+    """Mean tokens of a sequence while it is written, its prompt among them."""
+    slowness: float
+    """Seconds of the engines' passes over those of their profile."""
+    replica_rate: float
+    """Sampled tokens per second that a replica trains while it works."""
+    written_rate: float = 0.0
+    """Sampled tokens per second that all engines have written."""
+    trainer_wait: float = 0.0
+    """Part of the time in which the trainer waited for rows."""
+    scorer_rate: float | None = None
+    """Sampled tokens per second that a unit scores while it works; None where no device scores."""
+    held_tokens: float = 0.0
+    """Tokens in the KV caches of one unit."""
+    recompute_s: float = 0.0
+    """Seconds in which one engine computes a token of a cache anew."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of the layout."""
+
+    epoch: int
+    before: Layout
+    after: Layout
+    saved_s: float
+    cost_s: float
+    deadline_s: float
+    """Seconds that it may take."""
+
+
+class Roles:
+    """The layout of the pool, and the change that is under way."""
+
+    def __init__(self, pool: Pool, layout: Layout, *, window_steps: int) -> None:
+        """`layout` is the one that the run begins with."""
+        self.pool, self.layout = pool, layout
+        self.epoch = 0
+        self.change: Change | None = None
+        """The change under way."""
+        self._window_steps, self._next_plan = window_steps, window_steps
+        self._context: float | None = None
+        """Of the window before the last."""
+        self._slowness: dict[int, float] = {}
+        """By the width of engines, as last seen."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a window ends with the policy of this step."""
+        return self.change is None and step >= self._next_plan
+
+    def plan(self, step: int, window: Window | None) -> Change | None:
+        """Return the change that begins at this swap boundary; None where the layout stays."""
+        if not self.is_due(step) or window is None:
+            return None
+        self._next_plan = step + self._window_steps
+        self._note_slowness(window)
+        before, self._context = self._context or window.context, window.context
+        window = dataclasses.replace(window, context=min(2.0, max(0.5, 2 - before / window.context)) * window.context)
+        now = self._speed(self.layout, window)
+        after = max(self._layouts(window), key=lambda layout: (self._speed(layout, window), layout.common(self.layout).num_units))
+        then = self._speed(after, window)
+        saved_s, cost_s = HORIZON * (window.tokens / now - window.tokens / then), self._cost_s(after, window)
+        if after == self.layout or then < (1 + LEAST_GAIN) * now or saved_s <= (1 + MARGIN) * cost_s:
+            return None
+        return self._begin(after, saved_s=saved_s, cost_s=cost_s, step_s=window.tokens / self._window_steps / now)
+
+    def done(self, epoch: int) -> None:
+        """Note that every unit has taken up its role. A change that was given up meanwhile is another epoch's."""
+        if self.change is not None and self.change.epoch == epoch:
+            self.layout, self.change = self.change.after, None
+
+    def late(self, epoch: int, step: int) -> Change | None:
+        """Give a change up whose deadline has passed: return the one that takes it back; None where it is over."""
+        late = self.change
+        if late is None or late.epoch != epoch:
+            return None
+        self.layout, self._next_plan = late.after, step + HOLD_WINDOWS * self._window_steps
+        return self._begin(late.before, saved_s=0.0, cost_s=late.cost_s, step_s=late.deadline_s / PATIENCE)
+
+    def _note_slowness(self, window: Window) -> None:
+        slowness = window.slowness
+        if window.trainer_wait > LEAST_WAIT and window.written_rate > 0:
+            alone = dataclasses.replace(window, slowness=1.0, replica_rate=math.inf, scorer_rate=None)
+            slowness = max(slowness, speed(self.layout, self.pool, alone) / window.written_rate)
+        self._slowness[self.layout.width] = slowness
+
+    def _speed(self, layout: Layout, window: Window) -> float:
+        slowness, present = self._slowness.get(layout.width, window.slowness), self.layout.width
+        if layout.width < present:  # narrower engines have fewer sequences each, so they are no more even
+            slowness = max(slowness, self._slowness[present])
+        return speed(layout, self.pool, dataclasses.replace(window, slowness=slowness))
+
+    def _begin(self, after: Layout, *, saved_s: float, cost_s: float, step_s: float) -> Change:
+        self.epoch += 1
+        deadline_s = PATIENCE * (self.pool.switch_s + step_s)  # replicas leave at the end of a step
+        self.change = Change(epoch=self.epoch, before=self.layout, after=after, saved_s=saved_s, cost_s=cost_s, deadline_s=deadline_s)
+        return self.change
+
+    def _layouts(self, window: Window) -> Iterator[Layout]:
+        """Every layout of the pool with an engine."""
+        units, pool = self.layout.num_units, self.pool
+        for width in pool.profiles:
+            for scorers in range(units if window.scorer_rate is not None else 1):
+                for trainers in range(units - scorers if pool.unit_replicas else 1):
+                    yield Layout(engines=units - scorers - trainers, width=width, trainers=trainers, scorers=scorers)
+
+    def _cost_s(self, after: Layout, window: Window) -> float:
+        """Return the seconds of the present layout that a change to another one costs."""
+        stays = self.layout.common(after)
+        num_leaving, num_staying = self.layout.engines - stays.engines, num_engines(stays, self.pool)
+        meanwhile = self._speed(stays, window) / self._speed(self.layout, window)
+        computed_s = num_leaving * window.held_tokens * window.recompute_s / max(1, num_staying or num_engines(after, self.pool))
+        return self.pool.switch_s * (1 - min(1.0, meanwhile)) + computed_s
+
+
+def num_engines(layout: Layout, pool: Pool) -> int:
+    """Return the engines of a layout."""
+    return layout.engines * (pool.unit_devices // layout.width)
+
+
+def speed(layout: Layout, pool: Pool, window: Window) -> float:
+    """Return the sampled tokens per second of a layout: those of its slowest part."""
+    num = num_engines(layout, pool)
+    parts = [(pool.core_replicas + layout.trainers * pool.unit_replicas) * window.replica_rate]
+    if num:
+        rate = pool.profiles[layout.width].rate(context=window.context, most=pool.most_running / num)
+        parts.append(num * rate / window.slowness)
+    else:
+        parts.append(0.0)
+    if window.scorer_rate is not None:
+        parts.append((pool.core_scorers + layout.scorers) * window.scorer_rate)
+    return max(1e-9, min(parts))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One unit as it is."""
+
+    unit_id: int
+    role: Role
+    width: int = 0
+    """Of its engines; 0 in another role."""
+    held_tokens: float = 0.0
+    """Tokens in its KV caches."""
+
+
+def assign(units: Sequence[Unit], after: Layout) -> dict[int, tuple[Role, int]]:
+    """Return the role and the width that each unit which changes takes up: those stay that lose most by it."""
+    missing = {(Role.ENGINE, after.width): after.engines, (Role.TRAINER, 0): after.trainers, (Role.SCORER, 0): after.scorers}
+    changing: list[Unit] = []
+    for unit in sorted(units, key=lambda unit: (-unit.held_tokens, unit.unit_id)):
+        if missing.get((unit.role, unit.width), 0):
+            missing[unit.role, unit.width] -= 1
+        else:
+            changing.append(unit)
+    wanted = [key for key, count in missing.items() for _ in range(count)]
+    return {unit.unit_id: key for unit, key in zip(changing, wanted, strict=True)}

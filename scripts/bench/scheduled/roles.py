@@ -1,0 +1,259 @@
+"""Devices that change roles while answers grow, against the best layout that never changes, as the planner finds it.
+
+The planner searches every split and layout at five lengths of the drift; what it finds is ranked by its own arithmetic over the whole run,
+and the first few are simulated: the fastest of these is the best static one. The run whose devices change begins as the planner says
+for the first lengths, and knows nothing of those to come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.simulate.draws import Distribution
+from orchestrator.simulate.planned import elastic_of_plan, world_of_plan
+from orchestrator.simulate.run import Simulated, simulate
+from orchestrator.simulate.summary import summary_of
+from orchestrator.simulate.world import SyncWorld, World
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.config import Config
+from pipelinerl.config.file import parse
+from pipelinerl.planning.formulas import SHEET
+from pipelinerl.planning.inputs import DIRECT, gpu_inputs, mode_of, run_inputs
+from pipelinerl.planning.plan import model_of
+from pipelinerl.planning.search import Candidate, judge, search, trainers_of
+from pipelinerl.planning.shape import Shape
+from scripts.bench import harness
+
+MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
+PROMPT, FIRST, GROWTH, CV, LONGEST = 256, 1000.0, 16.0, 0.8, 32_768
+"""Tokens: answers of 1,000 in the mean at first, 16,000 at last, as those of reasoning runs grow; none longer than 32 K."""
+WIDTHS = (1, 2, 4, 8)
+MAX_STALENESS, REPORT_S = 4, 10.0
+SLOTS = 32
+"""Sequences for each device of an engine."""
+NUM_SIMULATED = {48: 12, 1024: 4}
+"""Static layouts that are simulated of those that the planner finds: its formulas rank them, and are off by a quarter."""
+SWITCH_S = 60.0
+"""Seconds from the end of one role to the beginning of another: processes, 28 GB of weights, graphs, groups. Assumed."""
+OTHER_SWITCHES_S = (0.0, 180.0, 600.0)
+SIZES = {48: {"groups": 64, "steps": 48}, 1024: {"groups": 1344, "steps": 16}}
+QUICK_STEPS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A cluster, and the run on it."""
+
+    num_gpus: int
+    groups: int
+    steps: int
+
+    def lengths(self) -> list[float]:
+        """Mean lengths at the middle of every step."""
+        return [FIRST * GROWTH ** ((step + 0.5) / self.steps) for step in range(self.steps)]
+
+
+def measure(*, quick: bool) -> harness.Measured:
+    """Return the table."""
+    found = harness.Measured()
+    for num_gpus, size in SIZES.items():
+        if not quick or num_gpus == 48:
+            case = Case(num_gpus=num_gpus, groups=size["groups"], steps=QUICK_STEPS if quick else size["steps"])
+            _measure(found, case, quick=quick)
+    found.notes += [
+        f"{MODEL} on {GPU}, K = {MAX_STALENESS}, groups of 8; answers of {FIRST:,.0f} tokens in the mean grow {GROWTH:g} times, cv {CV}",
+        "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
+        "OrchestrRL (arXiv 2601.01209) reports up to 1.40x (14 B; 1.34x 32 B) on 48 H800, v2 up to 1.42x on 64; at 1,024 its network alone",
+    ]
+    return found
+
+
+def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
+    static = [(_simulated(case, one), one) for one in found_by_planner(case)[: 4 if quick else NUM_SIMULATED[case.num_gpus]]]
+    best, layout = max(static, key=lambda pair: _speed(pair[0]))
+    usual = _speed(best)
+
+    def add(way: str, run: Simulated, words: str) -> float:
+        gain = _speed(run) / usual
+        found.rows.append(_row(case, way, run, words, gain))
+        return gain
+
+    for number, (run, one) in enumerate(static):
+        add(("best static" if one is layout else "static") + (", the planner's first" if not number else ""), run, said(one))
+    relieved = add("best static, relieve", _simulated(case, layout, migration=0), said(layout))
+    if not quick:
+        turns = found_by_planner(case, is_colocated=True)[0]
+        add("in turns on all", _simulated(case, turns), said(turns))
+    first, gains = elastic_layout(case), dict[float, float]()
+    for switch_s in (SWITCH_S,) if quick else (SWITCH_S, *OTHER_SWITCHES_S):
+        run = _simulated(case, first, switch_s=switch_s, migration=0)
+        gains[switch_s] = add(f"roles and relieve, {switch_s:g} s", run, f"from {said(first)} to {_last(run)}")
+    add(f"roles, {SWITCH_S:g} s", _simulated(case, first, switch_s=SWITCH_S), "")
+    found.goals.append(harness.at_least(f"{case.num_gpus} GPUs: roles and relieve over the best static layout", gains[SWITCH_S], 1.4))
+    beyond = gains[SWITCH_S] / relieved
+    found.goals.append(harness.at_least(f"{case.num_gpus} GPUs: roles and relieve over the best static layout with relieve", beyond, 1.0))
+
+
+# --- layouts ---
+
+
+@functools.cache
+def _inputs(case: Case, *, is_colocated: bool = False) -> tuple[Mapping[str, float], Shape]:
+    config = _config(case, {})
+    shape, adapters = model_of(config)
+    inputs = run_inputs(config, shape, method=method_of(config), adapter_parameters=adapters)
+    given = {"prompt_tokens": float(PROMPT), "length_cv": CV, "transport": float(DIRECT)}
+    mode = {"mode": float(mode_of(config.pipeline.mode, is_colocated=is_colocated))}
+    return {**inputs, **gpu_inputs(GPU), **given, **mode}, shape
+
+
+def found_by_planner(case: Case, *, is_colocated: bool = False) -> list[Candidate]:
+    """What the planner finds at lengths of the drift, and its trainers with engines of every other width: the fastest of the whole run
+    first, by its formulas.
+    """
+    inputs, shape = _inputs(case, is_colocated=is_colocated)
+    lengths, every = case.lengths(), dict[str, Candidate]()
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        mean = lengths[round(part * (len(lengths) - 1))]
+        for one in search({**inputs, "mean_tokens": mean}, shape, num_gpus=case.num_gpus):
+            for other in (one,) if is_colocated else (one, *(_widened(one, shape, width) for width in WIDTHS)):
+                if not other.problems:
+                    every.setdefault(said(other), other)
+    if not is_colocated:
+        for num_nodes in range(1, case.num_gpus // NODE):
+            for width in WIDTHS:
+                one = of_nodes(case, num_nodes, width)
+                every.setdefault(said(one), one)
+
+    def run_s(one: Candidate) -> float:
+        return sum(SHEET.evaluate({**one.inputs, "mean_tokens": mean})["step_s"] for mean in lengths)
+
+    return sorted(every.values(), key=run_s)
+
+
+def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
+    """The same GPUs as engines of another width."""
+    num_gpus = one.inputs["engines"] * one.inputs["engine_tensor"] * one.inputs["engine_pipeline"]
+    engines = {"engine_tensor": width, "engine_pipeline": 1, "engines": num_gpus // width, "max_running": SLOTS * width}
+    return judge({**one.inputs, **engines}, shape)
+
+
+def of_nodes(case: Case, num_nodes: int, width: int) -> Candidate:
+    """A layout whose trainer is so many nodes, each the planner's fastest trainer of one node, of the fewest replicas."""
+    inputs, shape = _inputs(case)
+    ways = [(own, values["trained_rate"]) for own, values in trainers_of(NODE, inputs, shape)]
+    best = max(rate for _, rate in ways)
+    own = min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: NODE / (own["context"] * own["tensor"] * own["pipeline"]))
+    engines = {"engines": (case.num_gpus - NODE * num_nodes) // width, "engine_tensor": width, "max_running": SLOTS * width}
+    return judge({**inputs, **own, **engines, "ranks": float(NODE * num_nodes), "transport": float(DIRECT)}, shape)
+
+
+def elastic_layout(case: Case) -> Candidate:
+    """The fastest layout of whole nodes at the first lengths, by the planner's formulas."""
+    mean = case.lengths()[0]
+    every = [of_nodes(case, nodes, width) for nodes in range(1, case.num_gpus // NODE) for width in WIDTHS]
+    return max((one for one in every if not one.problems), key=lambda one: SHEET.evaluate({**one.inputs, "mean_tokens": mean})["run_rate"])
+
+
+def said(one: Candidate) -> str:
+    """Name a layout."""
+    inputs, layout = one.inputs, one.layout
+    kinds = [f"{kind} {size}" for kind in ("shard", "context", "tensor", "pipeline") if (size := getattr(layout, kind)) > 1]
+    engines = f"{inputs['engines']:.0f} engines of {inputs['engine_tensor'] * inputs['engine_pipeline']:.0f}"
+    return f"{layout.ranks} train ({', '.join(kinds) or 'data'}), {engines}"
+
+
+# --- runs ---
+
+
+def _config(case: Case, changed: Mapping[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"path": MODEL, "max_tokens": PROMPT + LONGEST},
+        "data": {"source": "unused"},
+        "reward": [{"function": "unused:reward"}],
+        "rollout": {"group_size": 8, "max_tokens": LONGEST},
+        "engine": {"count": 1, **changed.get("engine", {})},
+        "batch": {"groups_per_step": case.groups, "max_tokens": PROMPT + LONGEST},
+        "pipeline": {"max_staleness": MAX_STALENESS, "queue_bytes": 1 << 40, **changed.get("pipeline", {})},
+        "trainer": {"steps": case.steps, **changed.get("trainer", {})},
+        "scorer": {"slots": 4096},
+        "checkpoint": {"every": 1 << 20},
+    }
+    return parse(tree, origin="ablation")
+
+
+def _config_of(case: Case, one: Candidate) -> Config:
+    inputs, layout = one.inputs, one.layout
+    parallel = {kind: size for kind in ("shard", "context", "tensor", "pipeline") if (size := getattr(layout, kind)) > 1}
+    options = {
+        name: int(size)
+        for name, size in (("tensor_parallel_size", inputs["engine_tensor"]), ("pipeline_parallel_size", inputs["engine_pipeline"]))
+        if size > 1
+    }
+    return _config(
+        case,
+        {
+            "engine": {"count": int(inputs["engines"]), "max_running": int(inputs["max_running"]), "options": options},
+            "trainer": {"ranks": layout.ranks, "parallel": parallel, "activation_checkpointing": bool(inputs["is_checkpointed"])},
+            "pipeline": {"placement": "colocated"} if inputs["mode"] >= 3 else {},
+        },
+    )
+
+
+def _world(config: Config, one: Candidate) -> World:
+    """The planner's world, with answers that grow; a policy goes from every trainer rank to every engine rank at once."""
+    world = world_of_plan(config, gpu=GPU, given={"prompt_tokens": float(PROMPT), "mean_tokens": FIRST, "length_cv": CV})
+    values, nic = one.values, gpu_inputs(GPU)["nic_bandwidth"]
+    is_shared = one.inputs["mode"] >= 3
+    sync = SyncWorld(
+        num_bytes=values["policy_bytes"],
+        sender_rate=one.layout.ranks * nic,
+        receiver_rate=values["engine_ranks"] * nic,
+        pause_s=values["commit_s"] + (values["switch_s"] if is_shared else 0.0),
+        sleep_s=values["switch_s"] if is_shared else 0.0,
+    )
+    lengths = Distribution(kind="lognormal", mean=FIRST, cv=CV)
+    return dataclasses.replace(world, sync=sync, lengths=lengths, length_growth=GROWTH, likeness=0.5, report_every_s=REPORT_S)
+
+
+def _simulated(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Simulated:
+    config = _config_of(case, one)
+    world = _world(config, one)
+    elastic = None
+    if switch_s is not None:
+        given = {"prompt_tokens": float(PROMPT), "mean_tokens": FIRST, "length_cv": CV}
+        elastic = elastic_of_plan(config, gpu=GPU, given=given, switch_s=switch_s)
+    return simulate(config, world, migration=migration, elastic=elastic)
+
+
+def _speed(run: Simulated) -> float:
+    return run.totals.num_trained_tokens / run.totals.step_ends_s[-1]
+
+
+def _last(run: Simulated) -> str:
+    if not run.role_changes:
+        return "itself"
+    after = run.role_changes[-1].after
+    return f"{after.trainers + 1} nodes train, {after.engines} of engines of {after.width}"
+
+
+def _row(case: Case, way: str, run: Simulated, words: str, gain: float) -> harness.Row:
+    figures = summary_of(run)
+    return {
+        "GPUs": case.num_gpus,
+        "way": way,
+        "layout": words,
+        "tokens/s": _speed(run),
+        "over best static": gain,
+        "trainer idle": figures.trainer_idle_fraction,
+        "staleness": figures.staleness_mean,
+        "changes": len(run.role_changes),
+        "moved": run.num_moved,
+        "evicted": run.num_evicted,
+        "stale": run.rollouts.stale,
+        "hours": statistics.fmean([run.totals.step_ends_s[-1]]) / 3600,
+    }

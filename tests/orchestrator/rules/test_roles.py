@@ -1,0 +1,157 @@
+"""What devices do next, on numbers worked by hand.
+
+An engine of one device has room for 10,000 tokens and passes of 0.01 s + 1e-6 s for each token that it reads: with contexts of 1,000 it
+runs 10 sequences, a pass takes 0.02 s, and it writes 500 tokens per second. A replica trains 1,000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from orchestrator.rules.roles import HOLD_WINDOWS, EngineProfile, Layout, Pool, Role, Roles, Unit, Window, assign, speed
+
+ONE = EngineProfile(pass_s=lambda num, context: 0.01 + num * context * 1e-6, slots=100, room=10_000)
+TWO = EngineProfile(pass_s=lambda num, context: 0.005 + num * context * 0.5e-6, slots=100, room=30_000)
+"""Of two devices: 30 sequences of 1,000 tokens in passes of 0.02 s, 1,500 tokens per second."""
+POOL = Pool(unit_devices=1, unit_replicas=1, core_replicas=1, profiles={1: ONE}, most_running=1e9, switch_s=10.0)
+WINDOW = Window(tokens=60_000, context=1000, slowness=1.0, replica_rate=1000)
+TRAINS_MUCH = Layout(engines=2, width=1, trainers=2)
+
+
+def test_the_speed_is_that_of_the_slowest_part():
+    assert speed(TRAINS_MUCH, POOL, WINDOW) == pytest.approx(1000), "two engines write 1,000, three replicas train 3,000"
+    assert speed(Layout(engines=4, width=1), POOL, WINDOW) == pytest.approx(1000), "four write 2,000, the core trains 1,000"
+    scored = dataclasses.replace(WINDOW, scorer_rate=400)
+    assert speed(dataclasses.replace(TRAINS_MUCH, scorers=2), POOL, scored) == pytest.approx(800)
+
+
+def test_an_engine_runs_what_it_has_slots_room_and_work_for():
+    assert ONE.rate(context=1000, most=1e9) == pytest.approx(10 / 0.02)
+    assert ONE.rate(context=50, most=1e9) == pytest.approx(100 / 0.015), "slots, not the 200 that have room"
+    assert ONE.rate(context=1000, most=4) == pytest.approx(4 / 0.014)
+
+
+def test_slow_passes_count():
+    slow = dataclasses.replace(WINDOW, slowness=2.0)
+    assert speed(TRAINS_MUCH, POOL, slow) == pytest.approx(500)
+
+
+def test_a_unit_goes_where_the_slowest_part_is():
+    """Three engines and one further replica: min(1,500, 2,000). Four windows of 60,000 tokens take 160 s, not 240."""
+    change = Roles(POOL, TRAINS_MUCH, window_steps=4).plan(4, WINDOW)
+    assert change is not None
+    assert change.after == Layout(engines=3, width=1, trainers=1)
+    assert (change.saved_s, change.cost_s) == (pytest.approx(80), pytest.approx(0)), "what stays is as fast as before"
+
+
+def test_a_unit_that_leaves_has_its_caches_computed_by_those_that_stay():
+    """Four engines become three: 9,000 tokens at 1 ms each, by three engines."""
+    window = dataclasses.replace(WINDOW, held_tokens=9_000, recompute_s=1e-3)
+    change = Roles(POOL, Layout(engines=4, width=1), window_steps=4).plan(4, window)
+    assert change is not None
+    assert (change.after.engines, change.cost_s) == (3, pytest.approx(3))
+
+
+@pytest.mark.parametrize(("tokens", "changes"), [(15_000, False), (30_000, True)])
+def test_a_change_has_to_save_more_than_it_costs(tokens: float, changes: bool):
+    """Two units with two engines each write 2,000; with one engine of two devices each 3,000. While all of them change, nobody writes: that
+    costs 10 s. Four windows of 15,000 tokens save 30 - 20 = 10 s, of 30,000 tokens 20 s.
+    """
+    pool = dataclasses.replace(POOL, unit_devices=2, unit_replicas=0, core_replicas=4, profiles={1: ONE, 2: TWO})
+    roles = Roles(pool, Layout(engines=2, width=1), window_steps=4)
+    change = roles.plan(4, dataclasses.replace(WINDOW, tokens=tokens))
+    assert (change is not None) is changes
+    if change is not None:
+        assert (change.after.width, change.cost_s, change.saved_s) == (2, pytest.approx(10), pytest.approx(20))
+
+
+def test_scorers_are_added_where_scores_are_the_slowest():
+    """Core trainer of 2,000; an engine 500, a scorer 500: two of five units score and three write, 1,000 tokens per second."""
+    pool = dataclasses.replace(POOL, unit_replicas=0, core_replicas=2)
+    window = dataclasses.replace(WINDOW, scorer_rate=500)
+    change = Roles(pool, Layout(engines=4, width=1, scorers=1), window_steps=1).plan(1, window)
+    assert change is not None
+    assert change.after == Layout(engines=3, width=1, scorers=2), "of 1,000 and 1,500 the layout that keeps most units"
+
+
+def test_a_gain_that_is_too_small_changes_nothing():
+    """Speed 1,500 against 1,000 is a change, 1,500 against 1,450 is none, whatever it costs."""
+    pool = dataclasses.replace(POOL, core_replicas=0.45)
+    assert speed(Layout(engines=3, width=1, trainers=1), pool, WINDOW) == pytest.approx(1450)
+    pool = dataclasses.replace(pool, profiles={1: ONE})
+    assert Roles(pool, Layout(engines=3, width=1, trainers=1), window_steps=1).plan(1, WINDOW) is None
+
+
+def test_contexts_are_expected_to_grow_on():
+    """800 and then 1,000 tokens: 1,200 are expected, with which an engine runs 8.33 sequences and writes 417 tokens per second."""
+    roles = Roles(dataclasses.replace(POOL, core_replicas=90), Layout(engines=2, width=1, trainers=1), window_steps=1)
+    assert roles.plan(1, dataclasses.replace(WINDOW, context=800, slowness=1e-4)) is None, "the trainer is the slower part"
+    change = roles.plan(2, WINDOW)
+    assert change is not None
+    before, after = 2 * (10_000 / 1200) / 0.02, 3 * (10_000 / 1200) / 0.02
+    assert change.saved_s == pytest.approx(4 * (60_000 / before - 60_000 / after))
+
+
+def test_engines_that_kept_the_trainer_waiting_are_as_fast_as_they_were_and_narrower_ones_no_faster():
+    """Four engines of two devices would write 6,000; they wrote 2,000, and the trainer waited: three times as slow. Eight
+    narrow engines would write 4,000, so 1,333.
+    """
+    pool = dataclasses.replace(POOL, unit_devices=2, unit_replicas=0, core_replicas=9, profiles={1: ONE, 2: TWO})
+    waited = dataclasses.replace(WINDOW, written_rate=2000, trainer_wait=0.5)
+    assert Roles(pool, Layout(engines=4, width=2), window_steps=1).plan(1, waited) is None
+    narrow = Roles(pool, Layout(engines=4, width=1), window_steps=1)
+    change = narrow.plan(1, waited)
+    assert change is not None
+    assert change.after.width == 2, "which nobody has seen yet: 6,000 by their profile"
+    assert change.saved_s == pytest.approx(4 * (60_000 / 2000 - 60_000 / 6000))
+    held_up = dataclasses.replace(waited, trainer_wait=0.05)
+    change = Roles(pool, Layout(engines=4, width=1), window_steps=1).plan(1, held_up)
+    assert change is not None
+    assert change.saved_s == pytest.approx(4 * (60_000 / 4000 - 60_000 / 6000)), "they were held back: their profile counts"
+
+
+def test_it_plans_at_the_end_of_a_window_and_not_without_a_measurement():
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=4)
+    assert roles.plan(3, WINDOW) is None
+    assert roles.plan(4, None) is None
+    assert roles.plan(5, WINDOW) is not None
+
+
+def test_while_a_change_is_under_way_there_is_no_other():
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=1)
+    first = roles.plan(1, WINDOW)
+    assert first is not None
+    assert roles.plan(2, WINDOW) is None
+    roles.done(first.epoch + 1)
+    assert roles.layout == TRAINS_MUCH, "another epoch's end is not this one's"
+    roles.done(first.epoch)
+    assert (roles.layout, roles.change) == (first.after, None)
+
+
+def test_a_change_that_is_late_is_taken_back_and_nothing_is_planned_for_a_while():
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=4)
+    first = roles.plan(4, WINDOW)
+    assert first is not None
+    assert first.deadline_s == pytest.approx(3 * (10 + 15)), "a switch, and a step of 15,000 tokens at 1,000 per second"
+    back = roles.late(first.epoch, 5)
+    assert back is not None
+    assert (back.epoch, back.before, back.after) == (first.epoch + 1, first.after, TRAINS_MUCH)
+    assert roles.late(first.epoch, 6) is None, "that one is over"
+    roles.done(back.epoch)
+    assert roles.layout == TRAINS_MUCH
+    assert roles.plan(5 + 4 * HOLD_WINDOWS - 1, WINDOW) is None
+    assert roles.plan(5 + 4 * HOLD_WINDOWS, WINDOW) is not None
+
+
+def test_those_units_change_that_lose_least():
+    units = [
+        Unit(unit_id=0, role=Role.ENGINE, width=1, held_tokens=500),
+        Unit(unit_id=1, role=Role.ENGINE, width=1, held_tokens=20),
+        Unit(unit_id=2, role=Role.ENGINE, width=1, held_tokens=300),
+        Unit(unit_id=3, role=Role.TRAINER),
+    ]
+    assert assign(units, Layout(engines=2, width=1, trainers=2)) == {1: (Role.TRAINER, 0)}
+    assert assign(units, Layout(engines=3, width=2, trainers=1)) == {number: (Role.ENGINE, 2) for number in (0, 2, 1)}
+    assert assign(units, Layout(engines=2, width=1, trainers=1, scorers=1)) == {1: (Role.SCORER, 0)}

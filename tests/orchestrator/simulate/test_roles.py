@@ -1,0 +1,100 @@
+"""Simulated runs whose devices change roles: nothing is lost, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from orchestrator.simulate.draws import fixed
+from orchestrator.simulate.roles import Elastic
+from orchestrator.simulate.run import Simulated, simulate
+from orchestrator.simulate.world import Faults, World
+from pipelinerl.errors import ConfigError
+from tests.orchestrator.simulate.worlds import BUSY, config
+
+GROWING = dataclasses.replace(
+    BUSY,
+    length_growth=8.0,
+    engine=dataclasses.replace(BUSY.engine, kv_tokens=2500),
+    trainer=dataclasses.replace(BUSY.trainer, token_s=2.5e-4, regroup_s=0.02),
+    scoring=dataclasses.replace(BUSY.scoring, score_s=fixed(0.0), failed_fraction=0.0),
+)
+"""Training is the slower part at first, and writing once answers are eight times as long."""
+RUN: dict[str, Any] = {
+    "rollout": {"group_size": 4, "max_tokens": 600},
+    "engine": {"kind": "fake", "count": 3, "max_running": 16},
+    "batch": {"groups_per_step": 8, "max_tokens": 1000},
+    "pipeline": {"max_staleness": 3},
+    "trainer": {"steps": 24, "ranks": 3},
+    "checkpoint": {"every": 5},
+}
+ELASTIC = Elastic(unit_devices=1, core_replicas=1, unit_replicas=1, width=1, engines={1: GROWING.engine}, slots={1: 16}, switch_s=0.3)
+
+
+def run(elastic: Elastic | None, *, world: World = GROWING, faults: Faults | None = None, **sections: Any) -> Simulated:
+    return simulate(config(**(RUN | sections)), world, elastic=elastic, faults=faults or Faults())
+
+
+def assert_nothing_is_lost(ended: Simulated) -> None:
+    counts = ended.rollouts
+    assert counts.holds
+    assert counts.in_flight == 0
+    assert counts.trained + counts.stale + counts.failed + counts.cancelled == counts.admitted
+    assert sum(ended.totals.step_samples) == counts.trained
+
+
+def test_devices_follow_answers_that_grow_and_nothing_is_lost():
+    static, elastic = run(None), run(ELASTIC)
+    assert_nothing_is_lost(elastic)
+    assert elastic.totals.step_ends_s[-1] < static.totals.step_ends_s[-1]
+    assert max(elastic.totals.ages) <= 3
+    engines = [change.after.engines for change in elastic.role_changes]
+    assert engines[-1] > min(engines), "engines, once answers are long"
+    assert {change.after.num_units for change in elastic.role_changes} == {5}, "three engines, two replicas beside the core"
+
+
+def test_the_same_seed_changes_the_same_devices():
+    assert run(ELASTIC).role_changes == run(ELASTIC).role_changes
+
+
+def test_engines_of_another_width_take_over():
+    """An engine of two devices has three times the room and passes of half the time: it is the better one for long answers."""
+    wide = dataclasses.replace(
+        GROWING.engine, kv_tokens=7500, pass_s=tuple((num, seconds / 2) for num, seconds in GROWING.engine.pass_s), kv_token_s=5e-7
+    )
+    elastic = dataclasses.replace(ELASTIC, unit_devices=2, core_replicas=3, engines={1: GROWING.engine, 2: wide}, slots={1: 16, 2: 32})
+    ended = run(elastic, engine={"kind": "fake", "count": 4, "max_running": 16})
+    assert_nothing_is_lost(ended)
+    assert ended.role_changes[-1].after.width == 2
+
+
+@pytest.mark.parametrize("stuck_fraction", [0.3, 1.0])
+def test_a_switch_that_never_ends_is_taken_back(stuck_fraction: float):
+    ended = run(dataclasses.replace(ELASTIC, stuck_fraction=stuck_fraction))
+    assert_nothing_is_lost(ended)
+    late = [change for change in ended.role_changes if not change.saved_s]
+    assert late, "none was late"
+    for before, after in zip(ended.role_changes, ended.role_changes[1:], strict=False):
+        if not after.saved_s:
+            assert (after.before, after.after) == (before.after, before.before)
+
+
+def test_engines_and_the_trainer_die_while_devices_change():
+    ended = run(dataclasses.replace(ELASTIC, switch_s=1.0), faults=Faults(engine=6, trainer=3))
+    assert_nothing_is_lost(ended)
+    assert ended.role_changes
+
+
+def test_scorers_are_a_role():
+    """A process reward model that is slower than all engines gets another device."""
+    world = dataclasses.replace(GROWING, scoring=dataclasses.replace(GROWING.scoring, prm_token_s=2e-3))
+    ended = run(ELASTIC, world=world, prm={"path": "unused", "chunk_tokens": 16})
+    assert_nothing_is_lost(ended)
+    assert ended.role_changes[-1].after.scorers > 0
+
+
+def test_devices_that_are_no_whole_units_are_refused():
+    with pytest.raises(ConfigError, match="3 engines of 1 devices and 3 replicas, 1 of them the core, are no whole units of 2 devices"):
+        run(dataclasses.replace(ELASTIC, unit_devices=2))
