@@ -82,8 +82,12 @@ class Request:
     sink: Sink
     lost: Lost
     refused: Refused
+    moved: Sink | None = None
+    """The callback takes what the engine has written of a sequence that goes on in another one; None where it cannot."""
     is_withdrawn: bool = False
     """True where the engine was asked to end it."""
+    is_moving: bool = False
+    """True where it was asked to end it so that another one goes on with it."""
     told: list[Int32] = dataclasses.field(default_factory=list)
     """The tokens that the engine has sent while the sequence was being written."""
 

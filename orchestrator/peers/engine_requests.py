@@ -17,7 +17,7 @@ from orchestrator.rules.fenced import FencedRequests
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
 from pipelinerl.engine.held_images import ImagesSent
-from pipelinerl.messages import Cancel, Completion, Generate, Reattach, Tokens, Unread
+from pipelinerl.messages import Cancel, Completion, Finish, Generate, Reattach, Tokens, Unread
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
@@ -66,9 +66,11 @@ class EngineRequests:
         """Have `handler` called with the tokens that engines send of unfinished sequences."""
         self._followers.append(handler)
 
-    def ask(self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None) -> None:
+    def ask(
+        self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None, moved: Sink | None = None
+    ) -> None:
         """Send a request to an engine. One of the callbacks is called, once: `sink` with the answer, `lost`, or `refused` where the answer
-        is impossible. Without `refused`, `lost` is called in its place.
+        is impossible. Without `refused`, `lost` is called in its place. `moved` takes the answer where the sequence was to move (`move`).
         """
         engine = self._engines[engine_id]
         if not self._peers.send(engine.peer, engine.images.stripped(request)):
@@ -77,7 +79,7 @@ class EngineRequests:
             lost(engine_id)
             return
         oldest = engine.version if request.version is None else request.version
-        self._await(engine, request, oldest=oldest, sink=sink, lost=lost, refused=refused)
+        self._await(engine, request, oldest=oldest, sink=sink, lost=lost, refused=refused, moved=moved)
 
     def reattach(
         self,
@@ -116,6 +118,26 @@ class EngineRequests:
         asked.is_withdrawn = True
         self._peers.send(self._engines[asked.engine_id].peer, Cancel(rollout_id=rollout_id, attempt=attempt))
 
+    def move(self, rollout_id: str, attempt: int) -> bool:
+        """Have the engine that owes this attempt end it between two passes, so that another one goes on after what it has written. Return
+        False where it is owed no more, or cannot move.
+        """
+        asked = self._asked.get(rollout_id)
+        if asked is None or asked.request.attempt != attempt or asked.moved is None or asked.is_withdrawn:
+            return False
+        asked.is_moving = True
+        self.withdraw(rollout_id, attempt)
+        return True
+
+    def move_all(self, engine_id: int) -> int:
+        """Have all that an engine has and that can move go on elsewhere; return how many those are."""
+        held = [one for one in self._asked.values() if one.engine_id == engine_id]
+        return sum(self.move(one.request.rollout_id, one.request.attempt) for one in held)
+
+    def num_moving(self, engine_id: int) -> int:
+        """Return the sequences that an engine was asked to end so that they move, and has not answered."""
+        return sum(one.engine_id == engine_id and one.is_moving for one in self._asked.values())
+
     def _await(
         self,
         engine: Engine,
@@ -125,6 +147,7 @@ class EngineRequests:
         sink: Sink,
         lost: Lost,
         refused: Refused | None,
+        moved: Sink | None = None,
         is_reattached: bool = False,
     ) -> None:
         before = self._asked.get(request.rollout_id)
@@ -139,6 +162,7 @@ class EngineRequests:
             sink=sink,
             lost=lost,
             refused=refused or (lambda engine_id, violation: lost(engine_id)),
+            moved=moved,
         )
         engine.num_outstanding += 1
         self._note(engine)
@@ -164,7 +188,8 @@ class EngineRequests:
         self._end(asked)
         if len(completion.error) > MAX_WORDS:
             completion = msgspec.structs.replace(completion, error=shorten(completion.error))
-        asked.sink(completion, asked.engine_id)
+        is_moving = asked.is_moving and completion.finish is Finish.CANCELLED
+        (asked.moved if is_moving and asked.moved is not None else asked.sink)(completion, asked.engine_id)
 
     def _on_tokens(self, peer: str, tokens: Tokens) -> None:
         asked = self._asked_of(peer, tokens.rollout_id, tokens.attempt, None, about="Tokens")

@@ -127,6 +127,11 @@ class Reissue:
         """Issue the next attempt of a rollout whose answer is impossible, to another engine where there is one."""
         self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(violation))
 
+    def move(self, rollout: Rollout, following: Rollout, engine_id: int) -> None:
+        """Issue the next attempt of a rollout that goes on in another engine."""
+        num = 0 if following.written is None else len(following.written.token_ids)
+        self._issue_next(rollout, following, engine_id, reason=f"it moves from engine-{engine_id} with {num} tokens")
+
     def is_quarantined(self, rollout: Rollout) -> bool:
         return self.quarantine.holds(rollout.prompt.prompt_id)
 

@@ -44,6 +44,8 @@ class Rollout:
     """Engines that gave impossible answers to earlier attempts, once for each answer."""
     reason: str = ""
     """The reason why the attempt before failed; empty for the first."""
+    written: Completion | None = None
+    """What engines have sampled that it has left since: the next one goes on after it. None: it begins at its prompt."""
 
     def next_attempt(self, *, refused_by: int | None = None) -> Rollout:
         """Return the attempt after this one, which was lost with its engine, or got an impossible answer (from `refused_by`).
@@ -52,6 +54,27 @@ class Rollout:
         """
         refused = self.refused_by if refused_by is None else (*self.refused_by, refused_by)
         return dataclasses.replace(self, attempt=self.attempt + 1, is_new=True, refused_by=refused)
+
+    def moved(self, completion: Completion) -> Rollout:
+        """Return the attempt after this one, which goes on in another engine after the tokens that this one's has sampled."""
+        written = self.joined(completion)
+        if not len(written.token_ids):
+            return self.next_attempt()
+        return dataclasses.replace(self.next_attempt(), written=written, version=max(self.version, int(written.versions[-1])))
+
+    def joined(self, completion: Completion) -> Completion:
+        """Return an engine's answer after what earlier engines have sampled, each token with its own version and log-probability. The KV
+        cache was computed anew where it moved.
+        """
+        before = self.written
+        if before is None:
+            return completion
+        num = len(before.token_ids)
+        columns = {
+            name: np.concatenate((getattr(before, name), getattr(completion, name))) for name in ("token_ids", "logprobs", "versions")
+        }
+        recomputed = (*before.recomputed, num, *(num + place for place in completion.recomputed))
+        return msgspec.structs.replace(completion, **columns, recomputed=recomputed, num_written=0, started_at=before.started_at)
 
     @property
     def is_stateful(self) -> bool:
@@ -87,14 +110,17 @@ class Rollout:
         if sampling.seed is not None:
             name = f"{sampling.seed}/{self.rollout_id}/{self.attempt}/{turn}".encode()
             sampling = msgspec.structs.replace(sampling, seed=xxhash.xxh3_64_intdigest(name) >> 1)
+        token_ids, num_left = (self.prompt.token_ids, sampling.max_tokens) if episode is None else (episode.context, episode.num_left)
+        written = np.zeros(0, np.int32) if self.written is None else self.written.token_ids
         return Generate(
             rollout_id=self.rollout_id,
             attempt=self.attempt,
             turn=turn,
-            token_ids=self.prompt.token_ids if episode is None else episode.context,
-            sampling=sampling if episode is None else msgspec.structs.replace(sampling, max_tokens=episode.num_left),
+            token_ids=np.concatenate((token_ids, written)) if len(written) else token_ids,
+            sampling=msgspec.structs.replace(sampling, max_tokens=num_left - len(written)),
             chunk_tokens=chunk_tokens,
             images=self.prompt.images,
+            num_written=len(written),
         )
 
     def said(self, completion: Completion) -> Rollout:

@@ -45,6 +45,8 @@ class EngineAttempts:
     group_cut: GroupCut | None
     full: Callable[[], str | None]
     """The callback names the queue that has to get shorter before anything more is asked of engines."""
+    moves: bool
+    """Sequences may go on in another engine with the tokens that they have."""
     then: Callable[[Trajectory], None]
     """The callback for each trajectory."""
     _reissue: Reissue = dataclasses.field(init=False)
@@ -104,6 +106,7 @@ class EngineAttempts:
             sink=lambda completion, engine_id: self.take(rollout, completion, engine_id),
             lost=lambda engine_id: self._lost(rollout, engine_id),
             refused=lambda engine_id, violation: self._refused(rollout, engine_id, violation),
+            moved=(lambda completion, engine_id: self._moved(rollout, completion, engine_id)) if self.moves else None,
         )
 
     def request(self, rollout: Rollout) -> Generate:
@@ -111,6 +114,7 @@ class EngineAttempts:
         return rollout.request(sampling, chunk_tokens=self.chunk_tokens)
 
     def take(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        completion = rollout.joined(completion)
         is_whole = completion.finish in (Finish.STOP, Finish.LENGTH)
         self._ended(rollout, engine_id, num_tokens=len(completion.token_ids) if is_whole else None)
         if self.group_cut is not None:
@@ -146,6 +150,10 @@ class EngineAttempts:
             load.engine_id, num_passes=load.num_steps, kv_used=load.kv_used, num_running=load.num_running, num_queued=load.num_waiting
         )
         self.credits.set()
+
+    def _moved(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+        self._ended(rollout, engine_id, num_tokens=None)
+        self._reissue.move(rollout, rollout.moved(completion), engine_id)
 
     def _lost(self, rollout: Rollout, engine_id: int) -> None:
         self._ended(rollout, engine_id, num_tokens=None)

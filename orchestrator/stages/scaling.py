@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 from orchestrator.peers.adaptive_concurrency import RunningLimit
@@ -13,6 +14,10 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.membership import ScaleFolder, State
 from pipelinerl.runtime.stage import Signal
 
+MOVE_S = 30.0
+"""Seconds in which an engine that leaves has to end its sequences so that they move: a pass and a swap, no more. What takes longer begins
+anew.
+"""
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at what is asked for: a file, which may have been written on another machine, tells nobody that it is there."""
 
@@ -20,7 +25,8 @@ LOOK_EVERY_S = 0.5
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scaling:
     """Carries out what `rules.membership` decides. An engine that is to leave gets no new work and ends what it has; what it has not ended
-    after the time that was given to it is asked of others. Whichever way, it is then told to end, and no rollout of it is lost.
+    after the time that was given to it goes on in others, with its tokens where it can move (`Config.sequences_move`), else from
+    its prompt. Whichever way, it is then told to end, and no rollout of it is lost.
 
     takes     ScaleRequest and the word of those who start engines that some are gone, as files
     gives     Members, as a file, which those who start engines read; Stop, to engines that leave
@@ -88,13 +94,26 @@ class Scaling:
             pass
         if not self._is_leaving(engine):  # it has ended by itself, or stays
             return
-        handed = engine.num_outstanding
-        how = (
-            f"{handed} rollouts that it had not ended after {drain_s:g} s are asked of others" if handed else "it has ended all that it had"
-        )
+        held = engine.num_outstanding
+        await self._move(engine)
+        if not self._is_leaving(engine):
+            return
+        again = engine.num_outstanding
+        how = f"it has ended all that it had after {drain_s:g} s but {held} rollouts" if held else "it has ended all that it had"
+        how += f", {held - again} of which go on in others with their tokens" if held > again else ""
+        how += f", {again} of which are asked of others anew" if again else ""
         self.membership.left(engine.engine_id, how)
         self.engines.dismiss(engine.engine_id, how)
         self._tell()
+
+    async def _move(self, engine: Engine) -> None:
+        """Have what the engine has go on in others, as far as it can."""
+        requests = self.engines.requests
+        requests.move_all(engine.engine_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOVE_S):
+                while requests.num_moving(engine.engine_id) and self._is_leaving(engine):
+                    await self.credits.wait()
 
     def _is_leaving(self, engine: Engine) -> bool:
         return self.engines.serves(engine) and self.membership.state(engine.engine_id) is State.DRAINING

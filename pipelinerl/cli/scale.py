@@ -31,7 +31,7 @@ def scale(
         pipelinerl scale runs/run-20260101-120000 engines=1 --drain-s 300
 
     Those that join begin on this run's machine; of a run under Slurm a job is written, and submitted with --submit. Those that leave take
-    no new work; what they have not ended after --drain-s seconds is asked of others.
+    no new work; what they have not ended after --drain-s seconds goes on in others, with its tokens.
     """
     from pipelinerl.config.file import load_run
     from pipelinerl.launch import scaling

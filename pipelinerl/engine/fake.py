@@ -46,11 +46,13 @@ class FakeEngine:
         room = self.limits.max_model_tokens - len(request.token_ids)
         if room <= 0 or len(request.token_ids) == 0:
             raise EngineError(f"prompt of {len(request.token_ids)} tokens; this engine serves 1 to {self.limits.max_model_tokens - 1}")
-        seed = zlib.crc32(b"".join(request.images), zlib.crc32(request.token_ids.tobytes()))
+        num_written = request.num_written
+        given = request.token_ids[: len(request.token_ids) - num_written]
+        seed = zlib.crc32(b"".join(request.images), zlib.crc32(given.tobytes()))
         uniform = (zlib.crc32(request.rollout_id.encode(), seed) + 1) / (2**32 + 1)
         length = 1 + int(-math.log(uniform) * self._mean_tokens)
         self._requests[request.rollout_id] = (request, seed, length)
-        self._positions[request.rollout_id] = 0
+        self._positions[request.rollout_id] = num_written
 
     def cancel(self, rollout_id: str) -> None:
         self._requests.pop(rollout_id, None)
@@ -66,11 +68,11 @@ class FakeEngine:
             request, seed, length = self._requests[rollout_id]
             position = self._positions[rollout_id] = self._positions[rollout_id] + 1
             token_ids.append(token := self.token(seed, position))
-            if position == 1 and request.sampling.has_prompt_logprobs:
+            if position == request.num_written + 1 and request.sampling.has_prompt_logprobs:
                 judged[rollout_id] = np.array([math.nan] + [logprob] * (len(request.token_ids) - 1), np.float32)
             if position >= length or token in request.sampling.stop_token_ids:
                 finishes[rollout_id] = Finish.STOP
-            elif position >= min(request.sampling.max_tokens, self.limits.max_model_tokens - len(request.token_ids)):
+            elif position - request.num_written >= min(request.sampling.max_tokens, self.limits.max_model_tokens - len(request.token_ids)):
                 finishes[rollout_id] = Finish.LENGTH
         for rollout_id in finishes:
             self.cancel(rollout_id)

@@ -116,7 +116,9 @@ class EngineLoop:
         for body in kept:
             with contextlib.suppress(WireError):  # of another kind: what is still true of it, this message says
                 self._withheld.append(_completions.decode(body))
-        self._withheld += [message for message in self.outbox if isinstance(message, Completion)]
+        for rollout_id in [name for name, running in self._running.items() if running.request.num_written]:
+            self._drop(rollout_id)  # what another engine wrote of it was with the orchestrator that is gone
+        self._withheld = [one for one in (*self._withheld, *self.outbox) if isinstance(one, Completion) and not one.num_written]
         self.outbox.clear()
         self._orphans = set(self._running)
         running = {rollout_id: running.request.attempt for rollout_id, running in self._running.items()}
@@ -198,8 +200,7 @@ class EngineLoop:
 
     def _keep_only(self, adopt: Reattach) -> None:
         for rollout_id in self._orphans - adopt.rollouts.keys():
-            self._engine.cancel(rollout_id)
-            self._close(rollout_id)
+            self._drop(rollout_id)
         self._orphans.clear()
         self.outbox += [one for one in self._withheld if adopt.rollouts.get(one.rollout_id) == one.attempt]
         self._withheld.clear()
@@ -209,15 +210,11 @@ class EngineLoop:
             known = self._running[request.rollout_id].request
             if (known.attempt, known.turn) >= (request.attempt, request.turn):
                 return
-            self._engine.cancel(request.rollout_id)
             self._orphans.discard(request.rollout_id)
-            self._close(request.rollout_id)
+            self._drop(request.rollout_id)
         self._running[request.rollout_id] = _Running(request=request, started_at=self._clock())
         self._columns.open(
-            request.rollout_id,
-            num_prompt_tokens=len(request.token_ids),
-            version=self.version,
-            chunk_tokens=request.chunk_tokens,
+            request.rollout_id, num_prompt_tokens=len(request.token_ids), version=self.version, chunk_tokens=request.chunk_tokens
         )
         try:
             check_images(request)
@@ -265,6 +262,10 @@ class EngineLoop:
         attempt = self._running[rollout_id].request.attempt
         self.outbox.append(Tokens(rollout_id=rollout_id, attempt=attempt, start=start, token_ids=token_ids))
 
+    def _drop(self, rollout_id: str) -> None:
+        self._engine.cancel(rollout_id)
+        self._close(rollout_id)
+
     def _close(self, rollout_id: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Forget a sequence; its columns."""
         del self._running[rollout_id]
@@ -288,6 +289,7 @@ class EngineLoop:
                 error=error,
                 routes=routes,
                 recomputed=tuple(running.recomputed),
+                num_written=running.request.num_written,
                 started_at=running.started_at,
                 finished_at=self._clock(),
                 prompt_logprobs=running.prompt_logprobs,

@@ -30,6 +30,14 @@ def finder_of(folder: Path) -> Finder:
     return lambda prompt, stop: StopStrings(backend, prompt=prompt, stop=stop)
 
 
+def found_in(request: Generate, finder: Finder) -> StopStrings:
+    """Return the stop strings of a request; what another engine has sampled of it counts, the prompt does not."""
+    token_ids, num_given = request.token_ids.tolist(), len(request.token_ids) - request.num_written
+    stop_strings = finder(token_ids[:num_given], request.sampling.stop)
+    stop_strings.end_in(token_ids[num_given:])
+    return stop_strings
+
+
 class RunningStops:
     """The stop strings of the sequences that an engine runs."""
 
@@ -45,7 +53,7 @@ class RunningStops:
             return
         if self._finder is None:
             raise EngineError("the request has stop strings, and this engine has no tokenizer to find them with")
-        self._found[request.rollout_id] = self._finder(request.token_ids.tolist(), request.sampling.stop)
+        self._found[request.rollout_id] = found_in(request, self._finder)
 
     def close(self, rollout_id: str) -> None:
         """Forget a sequence."""

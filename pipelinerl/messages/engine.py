@@ -78,6 +78,8 @@ class Generate(Message, frozen=True):
     """The version to sample under, of those that an engine serves side by side; None means the one it committed last."""
     images: Images = ()
     """The images whose placeholders `token_ids` has, in their order; on the wire, empty where the engine has it (`engine.held_images`)."""
+    num_written: int = 0
+    """Number of the last of `token_ids` that another engine has sampled: this one goes on after them, and answers with what it adds."""
     image_digests: Annotated[tuple[ImageDigest, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Of `images`, on the wire alone."""
 
@@ -157,6 +159,8 @@ class Completion(Message, frozen=True):
     """Time at which the engine took the request, in Unix seconds."""
     finished_at: float = 0.0
     """Time at which the engine sampled the last token, in Unix seconds."""
+    num_written: int = 0
+    """The same number as in the `Generate` that this answers: tokens that another engine has sampled before these."""
     prompt_logprobs: Float32 | None = None
     """[P] float32, natural log of each token of the prompt at temperature 1, NaN for the first; None where nobody asked, or nothing was
     sampled."""

@@ -81,7 +81,7 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Larger than that of every request before it."""
     engines: int
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]
-    """Seconds that engines which leave may take to end what they have; then it is asked of others."""
+    """Seconds that engines which leave may take to end what they have; then it goes on in others."""
     started_by: StartedBy = StartedBy.LAUNCHER
     """Who is to start those that come."""
 

@@ -78,8 +78,9 @@ class Bench:
         self.clock = Ticking()
         self.loop = EngineLoop(self.engine, engine_id=3, stager=self.stager, clock=self.clock)
 
-    def ask(self, rollout_id: str = "0/0", *, attempt: int = 0, max_tokens: int = 10) -> None:
-        self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=PROMPT, sampling=Sampling(max_tokens=max_tokens)))
+    def ask(self, rollout_id: str = "0/0", *, attempt: int = 0, max_tokens: int = 10, written: Sequence[int] = ()) -> None:
+        sampling, token_ids = Sampling(max_tokens=max_tokens), np.concatenate((PROMPT, np.array(written, np.int32)))
+        self.loop.handle(Generate(rollout_id=rollout_id, attempt=attempt, token_ids=token_ids, sampling=sampling, num_written=len(written)))
 
     def order(
         self,
@@ -185,6 +186,23 @@ def test_what_outlives_an_orchestrator_goes_on_and_only_what_the_next_one_adopts
     assert not bench.loop.has_work, "what was not named was dropped, without a word"
     bench.ask("1/0", attempt=0, max_tokens=1)
     assert [one.rollout_id for one in completions(bench.advance(1))] == ["1/0"]
+
+
+def test_what_moved_here_goes_on_after_its_tokens_and_is_dropped_with_the_orchestrator_that_had_them():
+    bench = Bench()
+    bench.ask("0/0", max_tokens=8)
+    bench.advance(3)
+    bench.loop.handle(Cancel(rollout_id="0/0", attempt=0))
+    (begun,) = completions(bench.said())
+    bench.ask("0/0", attempt=1, max_tokens=5, written=begun.token_ids.tolist())
+    bench.ask("0/1", attempt=1, max_tokens=1, written=[1, 2])
+    (ended,) = completions(bench.advance(1))
+    assert (ended.rollout_id, ended.num_written) == ("0/1", 2)
+    ready = bench.loop.introduce([encode(ended)], process_id=7)
+    assert ready.running == {}, "its answer would lack what came before"
+    bench.ask("0/0", attempt=2, max_tokens=5, written=begun.token_ids.tolist())
+    (rest,) = completions(bench.advance(5))
+    assert [*begun.token_ids.tolist(), *rest.token_ids.tolist()] == [(SEED + 7919 * place) % 1000 for place in range(1, 9)]
 
 
 @pytest.mark.parametrize(("ordered_after", "staged_after"), list(itertools.product(range(4), range(4))))

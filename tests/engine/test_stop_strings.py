@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.engine.fake import FakeEngine
 from pipelinerl.engine.loop import EngineLoop
-from pipelinerl.engine.stop_strings import Finder, finder_of
+from pipelinerl.engine.stop_strings import Finder, finder_of, found_in
 from pipelinerl.messages import Completion, Finish, Generate, Sampling
 from tests.tokenizers import make_bytes
 
@@ -73,6 +73,16 @@ def test_the_end_is_where_vllm_puts_it(folder: Path, finder: Finder) -> None:
         assert finder(prompt, STOP).end_in(token_ids) == ended
         num_ended += ended is not None
     assert 100 < num_ended < 300
+
+
+def test_a_stop_string_may_begin_with_what_another_engine_has_sampled_and_never_in_the_prompt(folder: Path, finder: Finder) -> None:
+    token_ids = np.array(load_tokenizer(folder).encode("an en"), np.int32)
+    (last,) = load_tokenizer(folder).encode("d")
+    for num_written, is_end in ((len(token_ids), True), (1, True), (0, False)):
+        request = Generate(
+            rollout_id="0/0", attempt=1, token_ids=token_ids, sampling=Sampling(max_tokens=5, stop=STOP), num_written=num_written
+        )
+        assert (found_in(request, finder).end_in([last]) is not None) == is_end
 
 
 class Saying(FakeEngine):

@@ -6,15 +6,18 @@ import asyncio
 import collections
 import contextlib
 import random
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipelinerl.messages import ToEngine
+from pipelinerl.messages import Float32, Int32, ScoredTrajectory, ToEngine, Trajectory
 from pipelinerl.runtime.membership import Members, ScaleRequest, StartedBy, State
 from tests.sim import peers
-from tests.sim.run import Beside, Simulated, config, run
+from tests.sim.run import Beside, Simulated, config, mean_baseline, run
 
 
 class Machine:
@@ -127,21 +130,57 @@ def test_engines_join_and_leave_and_every_rollout_has_one_end(tmp_path: Path) ->
     assert not [line for line in ended.lines if line["kind"] == "violation"]
 
 
-def test_what_a_leaving_engine_has_not_ended_in_time_is_asked_of_others(tmp_path: Path) -> None:
-    async def beside(given: Beside) -> None:
-        machine = Machine(given)
-        await machine.until(1, State.LIVE)
-        await asyncio.sleep(1.0)
-        machine.ask(1, drain_s=0.0)
-        await machine.answered()
+async def leaves_at_once(given: Beside) -> None:
+    machine = Machine(given)
+    await machine.until(1, State.LIVE)
+    await asyncio.sleep(1.0)
+    machine.ask(1, drain_s=0.0)
+    await machine.answered()
 
-    ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW)
+
+def written_by_a_fake(trajectory: Trajectory) -> Int32:
+    """The tokens that `FakeEngine` writes: each follows from the prompt, its place and the policy, whichever engine writes it."""
+    sampled, seed = trajectory.versions[trajectory.loss_mask], zlib.crc32(trajectory.prompt.token_ids.tobytes())
+    return ((seed + 7919 * (1 + np.arange(len(sampled))) + 104729 * sampled.astype(np.int64)) % 1000).astype(np.int32)
+
+
+def test_what_a_leaving_engine_has_not_ended_in_time_goes_on_in_others_with_its_tokens(tmp_path: Path) -> None:
+    trained: list[Trajectory] = []
+
+    def advantages(siblings: tuple[ScoredTrajectory, ...]) -> list[Float32]:
+        trained.extend(member.trajectory for member in siblings)
+        return mean_baseline(siblings)
+
+    ended = run(settings(), folder=tmp_path, beside=leaves_at_once, world=SLOW, group_advantages=advantages)
     assert ended.problems() == []
     (reason,) = [line["reason"] for line in ended.lines if line["kind"] == "member" and line["state"] == "left"]
-    assert reason.endswith("rollouts that it had not ended after 0 s are asked of others")
+    assert re.fullmatch(r"it has ended all that it had after 0 s but (\d+) rollouts, \1 of which go on in others with their tokens", reason)
+    moved = [trajectory for trajectory in trained if trajectory.attempt]
+    assert len(moved) > 10
+    assert any(trajectory.recomputed and trajectory.recomputed[0] > 0 for trajectory in moved), "tokens of the engine that left are in it"
+    for trajectory in trained:
+        np.testing.assert_array_equal(trajectory.token_ids[trajectory.loss_mask], written_by_a_fake(trajectory))
+        assert (np.diff(trajectory.versions[trajectory.loss_mask]) >= 0).all()
     assert ended.ending.rollouts.failed == 0
     quarantined = [line for line in ended.lines if line["kind"] == "quarantine"]
     assert quarantined == [], "a prompt is not suspected because an engine left"
+
+
+def test_what_an_engine_does_not_end_in_time_to_move_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.stages.scaling.MOVE_S", 0.0)
+    ended = run(settings(), folder=tmp_path, beside=leaves_at_once, world=SLOW)
+    assert ended.problems() == []
+    (reason,) = [line["reason"] for line in ended.lines if line["kind"] == "member" and line["state"] == "left"]
+    assert re.fullmatch(r"it has ended all that it had after 0 s but (\d+) rollouts, \1 of which are asked of others anew", reason)
+
+
+def test_sequences_that_somebody_follows_or_decides_about_do_not_move() -> None:
+    assert config().sequences_move
+    cut = {"group_size": 6, "cut_after": 4, "cut_keep_probability": 0.25}
+    aggregation = {"name": "rloo_early_stop", "overrides": {"aggregation": "seq-mean-token-sum-norm"}}
+    assert not config(rollout=cut, algorithm=aggregation).sequences_move
+    assert not config(prm={"path": "unused"}).sequences_move
+    assert not config(environment={"function": "unused:reply"}).sequences_move
 
 
 def test_a_spare_that_falls_silent_is_lost_by_name_and_welcome_when_it_comes_again(tmp_path: Path) -> None:

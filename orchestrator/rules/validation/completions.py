@@ -148,6 +148,9 @@ def _finish(said: Completion, asked: AnswerBounds) -> Violation | None:
 
 
 def _rest(said: Completion, asked: AnswerBounds) -> Violation | None:
+    if said.num_written != asked.request.num_written:
+        wrong = f"goes on after {said.num_written} tokens, expected {asked.request.num_written}"
+        return Violation(kind=Kind.BOUNDS, words=f"{_about(said)}: {wrong}")
     if len(said.recomputed) > asked.max_swaps:
         num = len(said.recomputed)
         wrong = f"its KV cache was computed anew {num} times, expected at most {asked.max_swaps}, once for each version since"

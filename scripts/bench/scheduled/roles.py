@@ -35,12 +35,12 @@ WIDTHS = (1, 2, 4, 8)
 MAX_STALENESS, REPORT_S = 4, 10.0
 SLOTS = 32
 """Sequences for each device of an engine."""
-NUM_SIMULATED = {48: 12, 1024: 4}
+NUM_SIMULATED = {48: 12, 1024: 3}
 """Static layouts that are simulated of those that the planner finds: its formulas rank them, and are off by a quarter."""
 SWITCH_S = 60.0
 """Seconds from the end of one role to the beginning of another: processes, 28 GB of weights, graphs, groups. Assumed."""
 OTHER_SWITCHES_S = (0.0, 180.0, 600.0)
-SIZES = {48: {"groups": 64, "steps": 48}, 1024: {"groups": 1344, "steps": 16}}
+SIZES = {48: {"groups": 64, "steps": 40}, 1024: {"groups": 512, "steps": 20}}
 QUICK_STEPS = 16
 
 
@@ -57,13 +57,10 @@ class Case:
         return [FIRST * GROWTH ** ((step + 0.5) / self.steps) for step in range(self.steps)]
 
 
-def measure(*, quick: bool) -> harness.Measured:
-    """Return the table."""
-    found = harness.Measured()
-    for num_gpus, size in SIZES.items():
-        if not quick or num_gpus == 48:
-            case = Case(num_gpus=num_gpus, groups=size["groups"], steps=QUICK_STEPS if quick else size["steps"])
-            _measure(found, case, quick=quick)
+def measure(*, quick: bool, num_gpus: int = 48) -> harness.Measured:
+    """Return the table of a cluster."""
+    found, size = harness.Measured(), SIZES[num_gpus]
+    _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=QUICK_STEPS if quick else size["steps"]), quick=quick)
     found.notes += [
         f"{MODEL} on {GPU}, K = {MAX_STALENESS}, groups of 8; answers of {FIRST:,.0f} tokens in the mean grow {GROWTH:g} times, cv {CV}",
         "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
@@ -89,7 +86,7 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
         turns = found_by_planner(case, is_colocated=True)[0]
         add("in turns on all", _simulated(case, turns), said(turns))
     first, gains = elastic_layout(case), dict[float, float]()
-    for switch_s in (SWITCH_S,) if quick else (SWITCH_S, *OTHER_SWITCHES_S):
+    for switch_s in (SWITCH_S,) if quick or case.num_gpus > 48 else (SWITCH_S, *OTHER_SWITCHES_S):
         run = _simulated(case, first, switch_s=switch_s, migration=0)
         gains[switch_s] = add(f"roles and relieve, {switch_s:g} s", run, f"from {said(first)} to {_last(run)}")
     add(f"roles, {SWITCH_S:g} s", _simulated(case, first, switch_s=SWITCH_S), "")
@@ -145,7 +142,7 @@ def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
 def of_nodes(case: Case, num_nodes: int, width: int) -> Candidate:
     """A layout whose trainer is so many nodes, each the planner's fastest trainer of one node, of the fewest replicas."""
     inputs, shape = _inputs(case)
-    ways = [(own, values["trained_rate"]) for own, values in trainers_of(NODE, inputs, shape)]
+    ways = [(own, values["trained_rate"]) for own, values in trainers_of(NODE, inputs, shape) if own["pipeline"] == 1]
     best = max(rate for _, rate in ways)
     own = min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: NODE / (own["context"] * own["tensor"] * own["pipeline"]))
     engines = {"engines": (case.num_gpus - NODE * num_nodes) // width, "engine_tensor": width, "max_running": SLOTS * width}

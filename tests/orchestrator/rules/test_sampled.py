@@ -70,6 +70,7 @@ def test_what_can_be_is_taken():
         (Kind.FINISH, {"finish": Finish.CANCELLED}),
         (Kind.FINISH, {"error": "words"}),
         (Kind.BOUNDS, {"recomputed": (1, 2)}),
+        (Kind.BOUNDS, {"num_written": 1}),
         (Kind.BOUNDS, {"started_at": math.nan}),
         (Kind.BOUNDS, {"finished_at": math.inf}),
         (Kind.ROUTES, {"routes": routes_of(np.zeros((4, 2, 1), np.uint8))}),
