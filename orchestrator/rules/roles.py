@@ -13,7 +13,7 @@ The speed of a layout is that of its slowest part, in sampled tokens per second:
     S = (core + further scorers) * rate of a scorer while it works, where devices score
 
 R is not what engines have written: while the trainer is slower, admission holds them back, and they look as fast as it is. So R follows
-from a profile of a pass and from `slowness`, how much longer than that passes took. Where the trainer has waited, what was written is
+from a profile of a pass and from `slowness`, how much longer than that passes took. Where only the trainer has waited, what was written is
 all that engines can, unevenness and tails included: they, and narrower ones, are taken to be that much slower from then on. Contexts are
 expected to grow as much in the next window as they did in the last.
 
@@ -38,7 +38,7 @@ MARGIN = 0.5
 HORIZON = 4
 """Windows for which a layout is expected to be the better one. A larger value pays for dearer changes, and trusts drifts to go on."""
 LEAST_WAIT = 0.1
-"""Part of the time for which the trainer has waited where engines are taken for the slower part."""
+"""Part of the time for which the trainer has waited, and engines have not, where these are taken for the slower part."""
 LEAST_GAIN = 0.05
 """Part by which the other layout has to be faster, whatever it costs: rates of a window are no surer than that."""
 HOLD_WINDOWS = 2
@@ -133,6 +133,8 @@ class Window:
     """Sampled tokens per second that all engines have written."""
     trainer_wait: float = 0.0
     """Part of the time in which the trainer waited for rows."""
+    held_back: float = 0.0
+    """Part of the time in which the staleness bound held engines back: they were ahead, or waited for the last of a step."""
     scorer_rate: float | None = None
     """Sampled tokens per second that a unit scores while it works; None where no device scores."""
     held_tokens: float = 0.0
@@ -204,7 +206,7 @@ class Roles:
 
     def _note_slowness(self, window: Window) -> None:
         slowness = window.slowness
-        if window.trainer_wait > LEAST_WAIT and window.written_rate > 0:
+        if window.trainer_wait > LEAST_WAIT > window.held_back and window.written_rate > 0:
             alone = dataclasses.replace(window, slowness=1.0, replica_rate=math.inf, scorer_rate=None)
             slowness = max(slowness, speed(self.layout, self.pool, alone) / window.written_rate)
         self._slowness[self.layout.width] = slowness

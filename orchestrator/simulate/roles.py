@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.rules.admission import STALENESS_BOUND
 from orchestrator.rules.roles import Change, EngineProfile, Layout, Pool, Role, Roles, Unit, Window, assign
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.generation import Generation
@@ -136,7 +137,7 @@ class RoleChanges:
     def _begin_window(self) -> None:
         self._num = self._sampled = self._prompts = self._read = 0.0
         self._num_steps = self._trained = self._working_s = 0.0
-        self._at_begin, self._began_s = self._engine_totals(), self._events.now_s
+        self._at_begin, self._began_s = self._totals(), self._events.now_s
 
     def _finished(self, rollout: Rollout) -> None:
         sampled, prompt = rollout.num_sampled, rollout.draws.prompt_tokens + rollout.num_observed
@@ -150,14 +151,15 @@ class RoleChanges:
         self._num_steps, self._trained = self._num_steps + 1, self._trained + metrics["num_tokens"]
         self._working_s += working_s * self._trainer.num_replicas
 
-    def _engine_totals(self) -> tuple[float, float, float, float]:
-        """Tokens, passes and busy seconds of all engines so far, and the scorers' busy seconds."""
+    def _totals(self) -> tuple[float, float, float, float, float]:
+        """Tokens, passes and busy seconds of all engines so far, the scorers' busy seconds, and those in which engines were held back."""
         gauges = [engine.gauges() for engine in self._generation.engines]
         tokens, passes, busy_s = (sum(float(one[name] or 0.0) for one in gauges) for name in ("num_tokens", "num_steps", "busy_s"))
-        return tokens, passes, busy_s, self._prm.busy_s if self._prm is not None else 0.0
+        held_s = self._generation.waits.all_waited_s().get(f"generation: {STALENESS_BOUND}", 0.0)
+        return tokens, passes, busy_s, self._prm.busy_s if self._prm is not None else 0.0, held_s
 
     def _window(self) -> Window | None:
-        tokens, passes, busy_s, scored_s = (now - before for now, before in zip(self._engine_totals(), self._at_begin, strict=True))
+        tokens, passes, busy_s, scored_s, held_s = (now - before for now, before in zip(self._totals(), self._at_begin, strict=True))
         if not (passes and self._sampled and self._trained and self._working_s) or (self._prm is not None and scored_s <= 0):
             return None
         layout, pool, elapsed_s = self._roles.layout, self._roles.pool, self._events.now_s - self._began_s
@@ -170,6 +172,7 @@ class RoleChanges:
             replica_rate=self._trained * part / self._working_s,
             written_rate=tokens / elapsed_s,
             trainer_wait=1 - self._working_s / (elapsed_s * self._trainer.num_replicas),
+            held_back=held_s / elapsed_s,
             scorer_rate=None if self._prm is None else self._sampled / scored_s,
             held_tokens=sum(map(self._held, self._units)) / max(1, layout.engines),
             recompute_s=world.prefill_token_s,
