@@ -104,7 +104,6 @@ class Pipeline:
             environment=self.environment,
             leasing=self.leasing,
             dispatch=parts.dispatch,
-            moves=config.sequences_move,
             group_cut=parts.group_cut,
             next_group_id=past.next_group_id,
             interrupted=parts.interrupted,

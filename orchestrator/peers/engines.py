@@ -291,7 +291,7 @@ class Engines:
     def _on_silent(self, peer: str, words: str) -> bool:
         """Give up a spare that has fallen silent; return False for an engine without which the run does not go on."""
         engine_id = number_of(peer)
-        is_leaving = self.membership.state(engine_id) is State.DRAINING
+        is_leaving = self.membership.state(engine_id) in (State.DRAINING, State.LEFT, State.LOST)  # a last word may come after it has left
         if not is_leaving and not self.membership.may_be_lost(engine_id):
             return False
         self.lost(engine_id, words)

@@ -58,7 +58,7 @@ class Rollout:
     def moved(self, completion: Completion) -> Rollout:
         """Return the attempt after this one, which goes on in another engine after the tokens that this one's has sampled."""
         written = self.joined(completion)
-        if not len(written.token_ids):
+        if not len(written.token_ids) or completion.routes is not None:  # the next engine would route its tokens anew
             return self.next_attempt()
         return dataclasses.replace(self.next_attempt(), written=written, version=max(self.version, int(written.versions[-1])))
 

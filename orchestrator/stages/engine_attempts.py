@@ -45,8 +45,6 @@ class EngineAttempts:
     group_cut: GroupCut | None
     full: Callable[[], str | None]
     """The callback names the queue that has to get shorter before anything more is asked of engines."""
-    moves: bool
-    """Sequences may go on in another engine with the tokens that they have."""
     then: Callable[[Trajectory], None]
     """The callback for each trajectory."""
     _reissue: Reissue = dataclasses.field(init=False)
@@ -106,7 +104,7 @@ class EngineAttempts:
             sink=lambda completion, engine_id: self.take(rollout, completion, engine_id),
             lost=lambda engine_id: self._lost(rollout, engine_id),
             refused=lambda engine_id, violation: self._refused(rollout, engine_id, violation),
-            moved=(lambda completion, engine_id: self._moved(rollout, completion, engine_id)) if self.moves else None,
+            moved=(lambda completion, engine_id: self._moved(rollout, completion, engine_id)) if self.may_move(rollout) else None,
         )
 
     def request(self, rollout: Rollout) -> Generate:
@@ -130,6 +128,12 @@ class EngineAttempts:
         if self.environment is not None:
             self.environment.end(rollout.rollout_id)
         self.then(rollout.trajectory(completion, engine_id=engine_id, finished_at=_now_s()))
+
+    def may_move(self, rollout: Rollout) -> bool:
+        """Return whether a rollout may go on in another engine with its tokens: nobody follows it while it is written, decides about the
+        attempt that it is, or constrains what it says.
+        """
+        return rollout.episode is None and self.group_cut is None and not (self.chunk_tokens or self.sampling.structured_outputs)
 
     async def _send(self, dispatch: Dispatch[Rollout]) -> None:
         """Send rollouts to engines, in the order and to the engines that `dispatch` says."""

@@ -66,8 +66,6 @@ class Generation:
     """The stage that has agents outside of the run play the rollouts; None where engines are asked for them here."""
     dispatch: Dispatch[Rollout] | None = None
     """The rule that sends rollouts one by one; None where a group's siblings go to one engine the moment they are admitted."""
-    moves: bool = False
-    """Sequences may go on in another engine with the tokens that they have."""
     group_cut: GroupCut | None = None
     """The rule that ends the last siblings of a group by a coin; None where all are written to their end."""
     next_group_id: int = 0
@@ -89,7 +87,6 @@ class Generation:
             dispatch=self.dispatch,
             group_cut=self.group_cut,
             full=self.full,
-            moves=self.moves,
             then=self._pass_on,
         )
         for group in self.interrupted:

@@ -25,7 +25,7 @@ LOOK_EVERY_S = 0.5
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scaling:
     """Carries out what `rules.membership` decides. An engine that is to leave gets no new work and ends what it has; what it has not ended
-    after the time that was given to it goes on in others, with its tokens where it can move (`Config.sequences_move`), else from
+    after the time that was given to it goes on in others, with its tokens where it can move (`EngineAttempts.may_move`), else from
     its prompt. Whichever way, it is then told to end, and no rollout of it is lost.
 
     takes     ScaleRequest and the word of those who start engines that some are gone, as files

@@ -112,14 +112,6 @@ class Config(Section):
         return self.prm.early_stop.threshold is not None or self.rollout.cut_after is not None
 
     @property
-    def sequences_move(self) -> bool:
-        """True where a sequence may go on in another engine with its tokens: nobody follows it while it is written, decides about the
-        attempt that it is, or needs what the first engine knows of it.
-        """
-        follows = self.prm.is_used or self.environment.is_used or self.stops_early
-        return not (follows or self.model.replay_routing or self.rollout.structured_outputs)
-
-    @property
     def is_colocated(self) -> bool:
         """True where engines and trainer take turns on the same devices."""
         return self.pipeline.placement is Placement.COLOCATED

@@ -174,13 +174,11 @@ def test_what_an_engine_does_not_end_in_time_to_move_begins_anew(tmp_path: Path,
     assert re.fullmatch(r"it has ended all that it had after 0 s but (\d+) rollouts, \1 of which are asked of others anew", reason)
 
 
-def test_sequences_that_somebody_follows_or_decides_about_do_not_move() -> None:
-    assert config().sequences_move
-    cut = {"group_size": 6, "cut_after": 4, "cut_keep_probability": 0.25}
-    aggregation = {"name": "rloo_early_stop", "overrides": {"aggregation": "seq-mean-token-sum-norm"}}
-    assert not config(rollout=cut, algorithm=aggregation).sequences_move
-    assert not config(prm={"path": "unused"}).sequences_move
-    assert not config(environment={"function": "unused:reply"}).sequences_move
+def test_sequences_that_somebody_follows_begin_anew(tmp_path: Path) -> None:
+    ended = run(settings(prm={"path": "unused", "chunk_tokens": 8}), folder=tmp_path, beside=leaves_at_once, world=SLOW)
+    assert ended.problems() == []
+    (reason,) = [line["reason"] for line in ended.lines if line["kind"] == "member" and line["state"] == "left"]
+    assert re.fullmatch(r"it has ended all that it had after 0 s but (\d+) rollouts, \1 of which are asked of others anew", reason)
 
 
 def test_a_spare_that_falls_silent_is_lost_by_name_and_welcome_when_it_comes_again(tmp_path: Path) -> None:
