@@ -50,7 +50,7 @@ class Injection:
         for fault in self._by_step.pop(step, ()):
             match fault:
                 case "engine":
-                    self._kill_engine(int(self._chance.integers(len(self._generation.engines))))
+                    self.kill_engine(int(self._chance.integers(len(self._generation.engines))))
                 case "trainer":
                     self._record.line("fault", what="trainer")
                     self._events.after(0.0, self._trainer.die)
@@ -65,7 +65,8 @@ class Injection:
     def _scorer_recovers(self) -> None:
         self._slots.slowness /= self._faults.slowness
 
-    def _kill_engine(self, engine_id: int) -> None:
+    def kill_engine(self, engine_id: int) -> None:
+        """Kill an engine; its process comes back."""
         generation = self._generation
         engine = generation.engines[engine_id]
         if not engine.is_alive:

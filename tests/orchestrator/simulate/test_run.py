@@ -315,6 +315,6 @@ def test_what_an_engine_had_when_it_died_begins_anew_elsewhere():
         score(one)
 
     run.generation.on_finished = give
-    run.events.at(2.5, lambda: run._kill_engine(0))
+    run.events.at(2.5, lambda: run.injection.kill_engine(0))
     run.events.run(until=lambda: len(given) == 4, limit_s=100.0)
     assert given == [("1/0", 0, 4, 4.0), ("1/1", 0, 4, 4.0), ("0/0", 1, 4, 7.0), ("0/1", 1, 4, 7.0)]
