@@ -1,9 +1,10 @@
 """Which process takes which GPU of a machine: every rank of an engine, every reward model and every rank of the trainer one of its own.
 
 Without a word in the settings engines take the first ones, then the process reward model, then reward models (`[[reward]] model`), then the
-trainer's ranks: the ranks of one engine are neighbours. A list (`engine.gpus`, `prm.gpus`, `trainer.gpus`) is dealt in its order, on every
-machine of a run alike; what it names is left out of what the others are dealt. Each process is told its own GPUs on its command line, as
-UUIDs.
+trainer's ranks: the ranks of one engine are neighbours. Where engines and trainer take turns (`pipeline.placement = "colocated"`), the
+trainer's ranks have the engines' GPUs, from the first on. A list (`engine.gpus`, `prm.gpus`, `trainer.gpus`) is dealt in its order, on
+every machine of a run alike; what it names is left out of what the others are dealt. Each process is told its own GPUs on its command
+line, as UUIDs.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
     if not gpus:
         _refuse_names(config, [part for part, users in wanted.items() if users])
         return tuple(roles), Placement(gpus=(), taken={})
+    if config.is_colocated and wanted["engine"] and config.engine.kv_cache_bytes is None:
+        raise ConfigError(
+            'pipeline.placement is "colocated", and without engine.kv_cache_bytes an engine takes all that its GPU has free when it starts,'
+            " and leaves the trainer, which starts beside it, nothing. Set engine.kv_cache_bytes"
+        )
     taken = _deal(config, wanted, gpus, is_alone=is_alone)
     given = {
         ENGINES: [taken[f"engine-{number}"] for number in engine_ids if f"engine-{number}" in taken],
@@ -96,11 +102,15 @@ def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequenc
     lists = {
         part: named(names, gpus, key=f"{part}.gpus", is_alone=is_alone) for part, names in _names(config).items() if names and wanted[part]
     }
+    if config.is_colocated and "trainer" in lists and wanted["engine"]:
+        lists.setdefault("engine", lists["trainer"])
     listed = {gpu.uuid for pool in lists.values() for gpu in pool}
     rest = [gpu for gpu in gpus if gpu.uuid not in listed]
     next_of_rest, taken = 0, {}
     for part, users in wanted.items():
         pool, first = (lists[part], 0) if part in lists else (rest, next_of_rest)
+        if part == "trainer" and part not in lists and config.is_colocated:
+            pool, first = lists.get("engine", rest), 0
         for who, count in users.items():
             if first + count > len(pool) and config.engine.shares_gpus:
                 pool = pool if part in lists else list(gpus)
@@ -111,7 +121,7 @@ def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequenc
             first += count
         if part not in lists:
             next_of_rest = first
-    _refuse_overlaps(taken, shares=config.engine.shares_gpus)
+    _refuse_overlaps(taken, shares=config.engine.shares_gpus, takes_turns=config.is_colocated)
     return taken
 
 
@@ -128,11 +138,13 @@ def _too_few(wanted: Mapping[str, Mapping[str, int]], part: str, pool: Sequence[
     return f"{need} GPUs are needed on this machine, one for each rank, and {found}. {do}"
 
 
-def _refuse_overlaps(taken: Mapping[str, tuple[Gpu, ...]], *, shares: bool) -> None:
+def _refuse_overlaps(taken: Mapping[str, tuple[Gpu, ...]], *, shares: bool, takes_turns: bool) -> None:
     users: dict[str, str] = {}
     for who, gpus in taken.items():
         for gpu in gpus:
-            if (other := users.setdefault(gpu.uuid, who)) != who and not shares:
+            other = users.setdefault(gpu.uuid, who)
+            in_turns = takes_turns and who == TRAINER and other.startswith("engine-")
+            if other != who and not shares and not in_turns:
                 raise ConfigError(
                     f"{other} and {who} are both given GPU {gpu}: each would take its memory for itself. Name others in engine.gpus,"
                     " prm.gpus or trainer.gpus, or say that they share: engine.shares_gpus = true, with engine.kv_cache_bytes"

@@ -113,6 +113,23 @@ def test_an_overlap_is_refused_unless_it_is_said():
         settings(engine={"shares_gpus": True})
 
 
+def test_the_trainer_of_a_run_in_turns_has_the_gpus_of_its_engines_and_nobody_else_has():
+    turns = {"pipeline": {"placement": "colocated"}}
+    cache = {"kv_cache_bytes": 1 << 30}
+    tensor = {"options": {"tensor_parallel_size": 2}}
+    assert indices(placed(1, engine=cache, **turns)) == {"engine-0": [0], "trainer": [0]}
+    found = indices(placed(5, engine=cache | tensor | {"count": 2}, trainer={"ranks": 4}, prm={"path": "p"}, **turns))
+    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm": [4], "trainer": [0, 1, 2, 3]}
+    assert indices(placed(4, engine=cache | tensor | {"gpus": [3, 2]}, trainer={"ranks": 2}, **turns))["trainer"] == [3, 2]
+    assert indices(placed(2, engine=cache, trainer={"gpus": [1]}, **turns)) == {"engine-0": [1], "trainer": [1]}
+    with pytest.raises(ConfigError, match=r"prm and trainer are both given GPU 1 "):
+        placed(2, engine=cache | {"gpus": [0]}, prm={"path": "p", "gpus": [1]}, trainer={"gpus": [1]}, **turns)
+    with pytest.raises(ConfigError, match=r"engine-0 and prm are both given GPU 0 "):
+        placed(2, engine=cache | {"gpus": [0]}, prm={"path": "p", "gpus": [0]}, **turns)
+    with pytest.raises(ConfigError, match=r"which starts beside it, nothing\. Set engine\.kv_cache_bytes"):
+        placed(1, **turns)
+
+
 def test_a_machine_without_gpus_runs_on_its_cpus_and_refuses_a_list():
     config = settings()
     roles = roles_of(config, Path("run"))
