@@ -14,7 +14,7 @@ from pipelinerl.algorithms.advantage.batch_rule import Credit
 from pipelinerl.algorithms.advantage.graph import leaves
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup, StepScores
 from pipelinerl.algorithms.advantage.role_baseline import RoleBaselines
-from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.method import Method, Need
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import RewardSection
 from pipelinerl.errors import DataError
@@ -103,7 +103,7 @@ class MethodAdvantages:
             sample_weights=np.array([member.weight for member in siblings]),
             predictions=np.array([_predicted(member) for member in siblings]),
             loss_mask=masks,
-            steps=_steps(siblings),
+            steps=_steps(siblings, reads_scores=Need.STEP_SCORES in self._method.needs),
         )
 
 
@@ -119,9 +119,12 @@ def _predicted(member: ScoredTrajectory) -> float:
     return float(member.score.reward or 0.0) if member.early_stop is None else member.early_stop.predicted
 
 
-def _steps(siblings: Siblings) -> tuple[StepScores, ...] | None:
-    """Return the step scores of all siblings, or turns of episodes; None in a run without a process reward model or an environment."""
-    if any(member.trajectory.turns is not None for member in siblings):
+def _steps(siblings: Siblings, *, reads_scores: bool) -> tuple[StepScores, ...] | None:
+    """Return the step scores of all siblings, or turns of episodes; None in a run without a process reward model or an environment.
+
+    Where a method `reads_scores`, the turns of an episode score what the process reward model said, else what the environment gave them.
+    """
+    if not reads_scores and any(member.trajectory.turns is not None for member in siblings):
         return _turns(siblings)
     found = [member.steps for member in siblings]
     scored = [StepScores(ends=steps.ends.astype(np.int64), scores=steps.scores.astype(np.float64)) for steps in found if steps is not None]

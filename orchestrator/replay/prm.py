@@ -19,7 +19,7 @@ from orchestrator.replay.harness import Harness, empty_completion, records
 from orchestrator.replay.recorded import RecordedRun, read_recording
 from orchestrator.stages.prm import PrmScoring
 from pipelinerl.config import Config
-from pipelinerl.errors import LedgerError
+from pipelinerl.errors import ConfigError, LedgerError
 from pipelinerl.messages import (
     Cancel,
     EngineReady,
@@ -69,6 +69,11 @@ class Rescored:
 
 def run(recorded: RecordedRun) -> Iterator[str]:
     """Yield the differences, line by line. Raises `LedgerError` where no step scores are recorded."""
+    if recorded.config.environment.is_used:
+        raise ConfigError(
+            "prm cannot be replayed: this run has an environment, whose episodes are scored once they are over, so that nobody was stopped"
+            " early. The other stages can."
+        )
     groups = read_recording(recorded.ledger_path).groups
     members = [member for group in groups for member in group.members if member.steps is not None]
     if not members:

@@ -78,6 +78,8 @@ class _Trace:
     rollout_id: str
     attempt: int
     prompt_token_ids: Int32
+    turn_ends: Int32 | None = None
+    """Positions of the last tokens of an episode's turns; None for a completion, whose steps the model's process finds."""
     token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """Tokens that were sampled and sent to the model."""
     is_whole: bool = False
@@ -127,6 +129,8 @@ class PrmScoring:
     credits: Signal
     """The signal that `backpressure` has ended."""
     max_waiting_tokens: int
+    is_episodic: bool = False
+    """True in a run with an environment: an episode is sent once it is over, and its steps are its turns."""
     stopping: EarlyStopping | None = None
     restored: tuple[ScoredTrajectory, ...] = ()
     """Trajectories that were scored before a restart, without their steps."""
@@ -206,6 +210,8 @@ class PrmScoring:
         """Send the rest of a finished trajectory."""
         trace = self._trace_of(trajectory)
         if not trace.is_whole:
+            if self.is_episodic:
+                trace.turn_ends = np.zeros(0, np.int32) if trajectory.turns is None else trajectory.turns.ends
             rest = trajectory.token_ids[len(trajectory.prompt.token_ids) + len(trace.token_ids) :]
             trace.is_whole = True
             self._send(trace, rest, is_last=True)
@@ -239,6 +245,7 @@ class PrmScoring:
                 token_ids=token_ids,
                 is_last=is_last,
                 prompt_token_ids=None if start else trace.prompt_token_ids,
+                turn_ends=None if start else trace.turn_ends,
             )
         )
 
@@ -268,7 +275,8 @@ class PrmScoring:
             self.num_fenced += 1
             return
         last_end = trace.ends[-1] if trace.ends else -1
-        if (violation := steps_scored(said, num_sent=len(trace.token_ids), last_end=last_end)) is not None:
+        known = {"num_sent": len(trace.token_ids), "last_end": last_end, "turn_ends": trace.turn_ends}
+        if (violation := steps_scored(said, **known)) is not None:
             self.prm.refuse(violation)
             self._fail(trace, Outcome.INVALID, f"its answer could not be true, {violation}")
             return

@@ -255,11 +255,13 @@ def _episodes_go_with(environment: EnvironmentSection, prm: PrmSection, model: M
         return
     if environment.python is not None and environment.cls is None:
         yield "environment.python runs a class, and environment.cls names none. Set it, or leave environment.python out."
-    if prm.is_used:
+    if prm.is_used and prm.early_stop.threshold is not None:
         yield (
-            f"{environment.key} makes episodes of several turns, and a process reward model (prm) follows one completion while it is"
-            " being written. Leave one of them out."
+            f"prm.early_stop.threshold is {prm.early_stop.threshold:g}, and {environment.key} makes episodes of several turns, which a"
+            " process reward model scores once they are over: none could be stopped. Leave one of them out."
         )
+    if prm.is_used and prm.separator is not None:
+        yield f"prm.separator is {prm.separator!r}, and {environment.key} makes episodes, whose steps are their turns. Leave one out."
     if model.replay_routing:
         yield (
             f"{environment.key} makes episodes of several turns, and model.replay_routing = true needs the experts of every token: an"

@@ -47,6 +47,9 @@ class TraceTokens(Message, frozen=True):
     """True where the trace ends with these tokens."""
     prompt_token_ids: Int32 | None = None
     """[P] int32, the policy's token ids; None unless `start` is 0."""
+    turn_ends: Int32 | None = None
+    """[K] int32, position of the last token of each turn of an episode, which are its steps; None unless `start` is 0, and of a completion,
+    whose steps its text shows."""
 
 
 class StepsScored(Message, frozen=True):

@@ -236,11 +236,11 @@ def test_a_class_of_environments_needs_no_reward_function_and_stands_alone() -> 
 
 
 def test_what_does_not_go_with_episodes_is_told_before_anything_runs():
-    settings = tree(environment={"function": "game.py:reply"}, prm={"path": "models/prm"}, model={"path": "m", "replay_routing": True})
-    process, routes = problems_of(settings)
-    assert process.startswith(
-        "environment.function makes episodes of several turns, and a process reward model (prm) follows one completion"
-    )
+    prm = {"path": "models/prm", "separator": ";", "early_stop": {"threshold": 0.1}}
+    settings = tree(environment={"function": "game.py:reply"}, prm=prm, model={"path": "m", "replay_routing": True})
+    stop, separator, routes = problems_of(settings)
+    assert stop.startswith("prm.early_stop.threshold is 0.1, and environment.function makes episodes of several turns")
+    assert separator.startswith("prm.separator is ';', and environment.function makes episodes, whose steps are their turns")
     assert routes.startswith("environment.function makes episodes of several turns, and model.replay_routing = true needs the experts")
 
 

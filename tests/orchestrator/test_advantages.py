@@ -8,11 +8,14 @@ import pytest
 
 from orchestrator.advantages import MethodAdvantages
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.rollouts.trajectories import trajectory_of
 from orchestrator.rules.batch import Filtered, StepRules
 from pipelinerl.algorithms.method import Need
 from pipelinerl.algorithms.methods import resolve
 from pipelinerl.config import RewardSection
+from pipelinerl.data.episode_graph import EpisodeGraph, Node
 from pipelinerl.errors import DataError
+from pipelinerl.messages import Finish, Prompt, TraceScores, Trajectory
 from tests.orchestrator import handmade
 
 
@@ -171,3 +174,28 @@ def test_siblings_that_were_stopped_count_by_what_was_predicted_of_them():
     assert not isinstance(columns, Filtered)
     assert columns[0].tolist() == pytest.approx([0, 0, *[1.0 - (0.1 + 0.5) / 2] * 2])
     assert columns[2].tolist() == pytest.approx([0, 0, *[0.5 - (3.7 + 0.1) / 2] * 2])
+
+
+def test_a_turn_scores_what_the_process_reward_model_said_where_the_method_reads_that() -> None:
+    """step_reinforce sums this and the following scores: 0.5 + 0.25 for the first turn, 0.25 for the second, 0 for what was replied."""
+    played = episode([5, 6], [7], [8], rewards=[3.0, 4.0])
+    steps = TraceScores(ends=np.array([1, 3], np.int32), scores=np.array([0.5, 0.25], np.float32), version="model")
+    siblings = (msgspec.structs.replace(handmade.scored(played, 7.0), steps=steps),)
+    columns = MethodAdvantages(resolve("step_reinforce", {}, group_size=1, offers={Need.STEP_SCORES, Need.TURNS}), ONE_REWARD)(siblings)
+    assert not isinstance(columns, Filtered)
+    assert columns[0].tolist() == [0.0, 0.75, 0.75, 0.0, 0.25]
+    columns = MethodAdvantages(resolve("mt_grpo", {}, group_size=2, offers={Need.TURNS}), ONE_REWARD)(siblings * 2)
+    assert not isinstance(columns, Filtered), "it reads turns, and what the environment gave them"
+
+
+def episode(first: list[int], reply: list[int], second: list[int], *, rewards: list[float]) -> Trajectory:
+    """A prompt of one token, two turns and the reply between them."""
+    graph = EpisodeGraph().append(Node.given(np.array([1], np.int32)))
+    for parent, (token_ids, reward) in enumerate(((first, rewards[0]), (reply, None), (second, rewards[1]))):
+        node = Node.given(np.array(token_ids, np.int32), parent=parent)
+        if reward is not None:
+            versions, logprobs = np.zeros(len(token_ids), np.int32), np.full(len(token_ids), -0.5, np.float32)
+            node = msgspec.structs.replace(node, versions=versions, logprobs=logprobs, reward=reward)
+        graph = graph.append(node)
+    prompt = Prompt(prompt_id="0:0", text="?", token_ids=np.array([1], np.int32))
+    return trajectory_of(prompt, graph, rollout_id="0/0", attempt=0, group_id=0, sibling=0, finish=Finish.STOP)

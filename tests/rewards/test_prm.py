@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.scorer import CONVENTIONS, Convention, PrmScorer, Reading, Rows, StepScore, Trace
-from pipelinerl.rewards.prm.steps import Splitter
+from pipelinerl.rewards.prm.steps import Splitter, TurnSplitter
 
 TAG = Convention(tag="#", reading=Reading.SIGMOID, good=0)
 
@@ -165,3 +165,30 @@ def test_row_that_is_not_finite_is_an_invalid_score_and_not_zero() -> None:
     growing = trace(ByHand())
     growing.feed(POLICY, is_last=True)
     assert {(score.outcome, score.score) for score in scorer.score([growing])} == {(Outcome.INVALID, None)}
+
+
+TURNS = [1, 4, 6]
+"""Last tokens of three turns; token 2 and 5 are what an environment says."""
+SAID = ["one and two", ".\n\nthree is more\n\nfour", "five six seven\n\nend"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_turn_is_scored_as_the_episode_up_to_it_is_by_itself(size: int) -> None:
+    engine = ByHand()
+    scorer, found = PrmScorer(engine, convention=TAG, version="v1"), list[StepScore]()
+    episode = Trace("r", 1, prompt="sum?", splitter=TurnSplitter(by_words, ends=TURNS), convention=TAG, encode=engine.encode)
+    for start in range(0, len(POLICY), size):
+        episode.feed(POLICY[start : start + size], is_last=start + size >= len(POLICY))
+        found += scorer.score([episode])
+    assert [(one.step.end, one.step.text) for one in found] == list(zip(TURNS, SAID, strict=True))
+    for number, one in enumerate(found):
+        text = "sum?" + "".join(f"{said}#" for said in SAID[: number + 1])
+        (row,) = ByHand().rows([[ord(character) for character in text]], salt="alone", reads_cache=False)
+        assert one.score == pytest.approx(TAG.read(row[-1]), rel=1e-6)
+
+
+def test_an_episode_without_a_turn_has_no_step() -> None:
+    engine = ByHand()
+    episode = Trace("r", 1, prompt="sum?", splitter=TurnSplitter(by_words, ends=[]), convention=TAG, encode=engine.encode)
+    episode.feed([0, 1], is_last=True)
+    assert not PrmScorer(engine, convention=TAG, version="v1").score([episode])

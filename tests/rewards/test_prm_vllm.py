@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.engine.environment import set_environment
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.prm.scorer import Convention, PrmScorer, Reading, StepScore, Trace
-from pipelinerl.rewards.prm.steps import Splitter
+from pipelinerl.rewards.prm.steps import Splitter, TurnSplitter
 from tests.real_engine import keep_modules_frozen
 from tests.tiny_models import make_prm
 
@@ -77,3 +77,20 @@ def test_trace_that_was_scored_before_is_read_past_the_cache_and_right(engine) -
     second, scorer, _ = scores_of(engine, size=len(TEXT), version="again")
     assert scorer.cost.num_asked_again == 1
     assert [score.score for score in second] == pytest.approx([score.score for score in first], abs=1e-5)
+
+
+def test_a_turn_is_scored_as_the_episode_up_to_it_is_by_itself(engine) -> None:
+    """Three turns of one episode in one request, and each episode up to a turn in a request of its own, past the cache."""
+    ends, said = [9, 24, 39], TEXT[:40]
+    scorer = PrmScorer(engine, convention=CONVENTION, version="turns")
+    splitter = TurnSplitter(lambda ids: "".join(map(chr, ids)), ends=ends)
+    episode = Trace("r", 0, prompt="sum?", splitter=splitter, convention=CONVENTION, encode=engine.encode)
+    episode.feed([ord(character) for character in said], is_last=True)
+    found = scorer.score([episode])
+    assert [one.step.end for one in found] == ends
+    text = "sum?"
+    for start, one in zip([0, 10, 25], found, strict=True):
+        text += said[start : one.step.end + 1].strip() + CONVENTION.tag
+        (rows,) = engine.rows([engine.encode(text)], salt=f"alone {one.step.end}", reads_cache=False)
+        assert one.score == pytest.approx(CONVENTION.read(rows[-1]), abs=1e-5)
+    assert len({round(one.score or 0.0, 5) for one in found}) == 3

@@ -354,9 +354,12 @@ STEP_TOKENS = 5
 """Every so many tokens the simulated process reward model sees a step end; the last one may be shorter."""
 
 
-def step_scores(token_ids: np.ndarray) -> tuple[list[int], list[float]]:
-    """(ends, scores) of a whole completion: what the simulated model must have said of it, chunk by chunk."""
-    ends = [min(start + STEP_TOKENS, len(token_ids)) - 1 for start in range(0, len(token_ids), STEP_TOKENS)]
+def step_scores(token_ids: np.ndarray, *, turn_ends: Sequence[int] | None = None) -> tuple[list[int], list[float]]:
+    """(ends, scores) of a whole completion: what the simulated model must have said of it, chunk by chunk, of an episode by its turns."""
+    if turn_ends is not None:
+        ends = list(turn_ends)
+    else:
+        ends = [min(start + STEP_TOKENS, len(token_ids)) - 1 for start in range(0, len(token_ids), STEP_TOKENS)]
     return ends, [float(token_ids[: end + 1].sum() % 97) / 97 for end in ends]
 
 
@@ -365,6 +368,7 @@ async def prm(link: MemoryLink, *, world: World) -> None:
     traces: dict[str, list[int]] = {}
     attempts: dict[str, int] = {}
     told: dict[str, int] = {}
+    turns: dict[str, list[int] | None] = {}
     ready = PrmReady(prm_id=1, process_id=next(process_ids), version="simulated")
 
     def introduce(kept: Sequence[bytes]) -> list[Message]:
@@ -390,6 +394,7 @@ async def prm(link: MemoryLink, *, world: World) -> None:
                 if message.prompt_token_ids is not None:
                     traces[message.rollout_id], told[message.rollout_id] = [], 0
                     attempts[message.rollout_id] = message.attempt
+                    turns[message.rollout_id] = None if message.turn_ends is None else message.turn_ends.tolist()
                 if attempts.get(message.rollout_id) == message.attempt:
                     assert message.start == len(traces[message.rollout_id]), "a gap, or tokens told twice"
                     traces[message.rollout_id] += message.token_ids.tolist()
@@ -400,7 +405,7 @@ async def prm(link: MemoryLink, *, world: World) -> None:
         for rollout_id, is_last in touched.items():
             if rollout_id not in traces:
                 continue  # what an orchestrator sent that is gone
-            ends, scores = step_scores(np.array(traces[rollout_id]))
+            ends, scores = step_scores(np.array(traces[rollout_id]), turn_ends=turns[rollout_id])
             num_whole = len(ends) if is_last else len(traces[rollout_id]) // STEP_TOKENS
             first, told[rollout_id] = told[rollout_id], num_whole
             link.send(

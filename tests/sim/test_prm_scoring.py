@@ -184,3 +184,27 @@ def test_a_step_of_which_everything_was_stopped_is_a_step(tmp_path: Path) -> Non
     assert simulated.problems() == []
     identity = simulated.ending.rollouts
     assert identity.trained < 4 * identity.filtered / 10, "all but rollouts of one step, which are whole before it is scored"
+
+
+def turn_credit(siblings: Siblings):
+    """A mean baseline that looks whether every turn has the model's score of the episode up to it."""
+    for member in siblings:
+        assert member.steps is not None
+        turns = member.trajectory.turns
+        assert turns is not None
+        after = member.trajectory.token_ids[len(member.trajectory.prompt.token_ids) :]
+        ends, scores = peers.step_scores(after, turn_ends=turns.ends.tolist())
+        assert member.steps.ends.tolist() == ends
+        assert member.steps.scores == pytest.approx(scores)
+    return mean_baseline(siblings)
+
+
+@pytest.mark.parametrize("who", ["nobody", "prm", pytest.param("everything", marks=pytest.mark.slow)])
+def test_the_turns_of_an_episode_are_its_steps_whoever_is_killed(tmp_path: Path, who: str) -> None:
+    environment = {"function": "unused:reply", "max_turns": 4}
+    settings = followed(environment=environment, rollout={"group_size": 4, "max_tokens": 96}, algorithm={"name": "step_reinforce"})
+    world = dataclasses.replace(WORLD, mean_tokens=8, bad_reply_fraction=0.02)
+    survived = survive(settings, folder=tmp_path, faults=KILLS.get(who, Faults()), world=world, group_advantages=turn_credit)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    assert max(survived.disk.record.turns.values()) > 1

@@ -206,6 +206,7 @@ EXAMPLES: tuple[Message, ...] = (
     Tokens(rollout_id="4/1", attempt=0, start=8, token_ids=IDS),
     Cancel(rollout_id="4/1", attempt=0),
     TraceTokens(rollout_id="4/1", attempt=0, start=0, token_ids=IDS, is_last=False, prompt_token_ids=IDS),
+    TraceTokens(rollout_id="4/1", attempt=0, start=0, token_ids=IDS, is_last=True, prompt_token_ids=IDS, turn_ends=IDS),
     StepsScored(
         rollout_id="4/1",
         attempt=0,

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.rules.validation.violations import Kind, Violation
-from pipelinerl.messages import Outcome, RequestKind, Result, ScorerTask, StepsScored
+from pipelinerl.messages import Int32, Outcome, RequestKind, Result, ScorerTask, StepsScored
 
 SUM_TOLERANCE = 1e-6
 """The relative tolerance between a reward and the weighted sum of its components, which were added in another order."""
@@ -59,10 +59,11 @@ class ScoreCheck:
         )
 
 
-def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Violation | None:
+def steps_scored(said: StepsScored, *, num_sent: int, last_end: int, turn_ends: Int32 | None = None) -> Violation | None:
     """Return the violation in a process reward model's answer to `num_sent` tokens of a trace; None where all is well.
 
-    The last scored step of the trace ended at `last_end` (-1 where none has been scored).
+    The last scored step of the trace ended at `last_end` (-1 where none has been scored). The steps of an episode are its turns, which end
+    at `turn_ends`.
     """
     about = f"StepsScored of rollout {said.rollout_id}, attempt {said.attempt}"
     if not 0 <= said.num_taken <= num_sent:
@@ -71,6 +72,11 @@ def steps_scored(said: StepsScored, *, num_sent: int, last_end: int) -> Violatio
     if len(said.ends) and ((np.diff(ends) < 0).any() or int(ends[-1]) >= said.num_taken):
         expected = f"rising, after {last_end} and before {said.num_taken}"
         return Violation(kind=Kind.SCORES, words=f"{about}: steps end at {said.ends[:20].tolist()}, expected {expected}")
+    if turn_ends is not None and said.outcome is Outcome.OK:
+        num_last = len(turn_ends) if said.is_last else said.first + len(said.ends)
+        if not np.array_equal(said.ends, expected := turn_ends[said.first : num_last]):
+            words = f"{about}: turns end at {said.ends[:20].tolist()}, expected {expected[:20].tolist()}, as was sent"
+            return Violation(kind=Kind.SCORES, words=words)
     if said.outcome is Outcome.OK and not np.isfinite(said.scores).all():
         return Violation(kind=Kind.SCORES, words=f"{about}: scores {said.scores[:20].tolist()}, expected finite ones")
     return None

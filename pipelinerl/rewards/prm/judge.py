@@ -15,7 +15,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Outcome
 from pipelinerl.rewards.functions.judge import Judge, NoVerdict, Verdict, client_with
 from pipelinerl.rewards.prm.scorer import Convention, Cost, Reading, StepScore, Trace
-from pipelinerl.rewards.prm.steps import Splitter, Step
+from pipelinerl.rewards.prm.steps import Splitter, Step, TurnSplitter
 
 QUESTION = """Below are a task and a solution as far as it is written. Rate its last step, and only that, from 0 (wrong, or of no use) to 10
 (right, and brings the solution forward). Reason briefly, then end with one line: SCORE: <number>
@@ -59,7 +59,7 @@ class JudgeScorer:
         self._threads.shutdown()
         self._client.close()
 
-    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
+    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter | TurnSplitter) -> Trace:
         """Begin a trace of texts; nothing is tokenised here."""
         return Trace(rollout_id, attempt, prompt=prompt, splitter=splitter, convention=_TEXT, encode=lambda text: [])
 

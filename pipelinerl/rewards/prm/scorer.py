@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.messages import Outcome
-from pipelinerl.rewards.prm.steps import Splitter, Step
+from pipelinerl.rewards.prm.steps import Splitter, Step, TurnSplitter
 
 Rows = npt.NDArray[np.float32]
 
@@ -122,7 +122,7 @@ class Trace:
         attempt: int,
         *,
         prompt: str,
-        splitter: Splitter,
+        splitter: Splitter | TurnSplitter,
         convention: Convention,
         encode: Callable[[str], list[int]],
     ) -> None:
@@ -159,7 +159,7 @@ class StepScorer(Protocol):
     cost: Cost
     version: str
 
-    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
+    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter | TurnSplitter) -> Trace:
         """Return a new trace, to be fed with tokens and scored from time to time."""
         ...
 
@@ -177,7 +177,7 @@ class PrmScorer:
         self._engine = engine
         self._convention = convention
 
-    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter) -> Trace:
+    def begin(self, rollout_id: str, attempt: int, *, prompt: str, splitter: Splitter | TurnSplitter) -> Trace:
         """See `StepScorer`."""
         return Trace(rollout_id, attempt, prompt=prompt, splitter=splitter, convention=self._convention, encode=self._engine.encode)
 

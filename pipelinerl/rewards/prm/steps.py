@@ -37,6 +37,33 @@ class Step:
     """Position of its last token among the policy's tokens; it rises from step to step."""
 
 
+class TurnSplitter:
+    """Cuts an episode into its turns. A step is a turn with what was said to the model since the turn before."""
+
+    def __init__(self, decode: Callable[[list[int]], str], *, ends: Sequence[int]) -> None:
+        """`ends` are the positions of the turns' last tokens."""
+        self._decode = decode
+        self._ends = ends
+        self._token_ids: list[int] = []
+        self._num_steps = 0
+
+    def feed(self, token_ids: Sequence[int]) -> list[Step]:
+        """Take the next tokens, and return the turns that they complete."""
+        self._token_ids += map(int, token_ids)
+        steps: list[Step] = []
+        for end in self._ends[self._num_steps :]:
+            if end >= len(self._token_ids):
+                break
+            start = self._ends[self._num_steps - 1] + 1 if self._num_steps else 0
+            steps.append(Step(index=self._num_steps, text=self._decode(self._token_ids[start : end + 1]).strip(), end=end))
+            self._num_steps += 1
+        return steps
+
+    def finish(self) -> list[Step]:
+        """End the episode: what follows its last turn is no step."""
+        return []
+
+
 class Splitter:
     """Cuts one trace into steps. Steps that would end in one and the same token become one step."""
 

@@ -95,3 +95,31 @@ def test_steps_end_where_tokens_were_sent_and_have_finite_scores(kind: Kind | No
     )
     violation = steps_scored(said, num_sent=10, last_end=2)
     assert (None if violation is None else violation.kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("ends", "first", "is_last", "is_refused"),
+    [
+        ([3, 7], 0, True, False),
+        ([3], 0, False, False),
+        ([7], 1, True, False),
+        ([3], 0, True, True),
+        ([4, 7], 0, True, True),
+        ([3, 5, 7], 0, True, True),
+        ([3, 7, 9], 0, True, True),
+    ],
+)
+def test_the_steps_of_an_episode_end_where_its_turns_do(ends: list[int], first: int, is_last: bool, is_refused: bool):
+    said = StepsScored(
+        rollout_id="3/1",
+        attempt=0,
+        num_taken=10,
+        first=first,
+        ends=np.array(ends, np.int32),
+        scores=np.full(len(ends), 0.5, np.float32),
+        is_last=is_last,
+        version="v",
+    )
+    violation = steps_scored(said, num_sent=10, last_end=-1, turn_ends=np.array([3, 7], np.int32))
+    assert (violation is not None) == is_refused
+    assert violation is None or "turns end at" in violation.words
