@@ -113,7 +113,9 @@ class StepScores:
 def score_steps(config: Config, trajectories: list[Trajectory]) -> list[StepScores]:
     """Have the process reward model, or its judge, score the steps of these. Raises `ConfigError` where it cannot be loaded."""
     traces = [
-        {"prompt": one.prompt.token_ids.tolist(), "tokens": one.token_ids[len(one.prompt.token_ids) :].tolist()} for one in trajectories
+        {"prompt": one.prompt.token_ids.tolist(), "tokens": one.token_ids[len(one.prompt.token_ids) :].tolist()}
+        | ({} if one.turns is None else {"turn_ends": one.turns.ends.tolist()})
+        for one in trajectories
     ]
     with settings_file(config) as settings:
         (settings.parent / "traces.json").write_text(json.dumps(traces))

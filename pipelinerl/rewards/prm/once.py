@@ -15,13 +15,13 @@ from pipelinerl.engine.environment import set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.process import killed_after, load_scorer
-from pipelinerl.rewards.prm.steps import Splitter
+from pipelinerl.rewards.prm.steps import splitter_of
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards.prm.once", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved settings, as JSON")
-    parser.add_argument("--traces", type=Path, required=True, help="JSON: a list of {prompt, tokens}, in the policy's token ids")
+    parser.add_argument("--traces", type=Path, required=True, help="JSON: a list of {prompt, tokens, turn_ends}, in the policy's token ids")
     parser.add_argument("--output", type=Path, required=True, help="file that the scores are written to, as JSON")
     arguments = parser.parse_args()
     config = Config.model_validate_json(arguments.config.read_bytes())
@@ -39,7 +39,8 @@ def score(config: Config, traces: list[dict[str, list[int]]]) -> list[dict[str, 
     decode = load_codec(config.model.path).decode
     begun = []
     for number, trace in enumerate(traces):
-        splitter = Splitter(decode, max_steps=config.prm.max_steps, separator=config.prm.separator)
+        ends = trace.get("turn_ends")
+        splitter = splitter_of(decode, turn_ends=ends, max_steps=config.prm.max_steps, separator=config.prm.separator)
         one = scorer.begin(str(number), 0, prompt=decode(trace["prompt"]), splitter=splitter)
         one.feed(trace["tokens"], is_last=True)
         begun.append(one)

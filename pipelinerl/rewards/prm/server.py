@@ -17,7 +17,7 @@ from pipelinerl.messages import Cancel, Failed, FunctionKind, Message, Outcome, 
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.failures import Failures
 from pipelinerl.rewards.prm.scorer import CONVENTIONS, Convention, StepScore, StepScorer, Trace
-from pipelinerl.rewards.prm.steps import Splitter, TurnSplitter
+from pipelinerl.rewards.prm.steps import splitter_of
 from pipelinerl.runtime.function_errors import FunctionError
 from pipelinerl.transport.base import Link
 
@@ -128,10 +128,8 @@ class PrmServer:
 
     def _begin(self, tokens: TraceTokens) -> None:
         assert tokens.prompt_token_ids is not None
-        if tokens.turn_ends is None:
-            splitter = Splitter(self._decode, max_steps=self._section.max_steps, separator=self._section.separator)
-        else:
-            splitter = TurnSplitter(self._decode, ends=tokens.turn_ends.tolist())
+        section, turn_ends = self._section, None if tokens.turn_ends is None else tokens.turn_ends.tolist()
+        splitter = splitter_of(self._decode, turn_ends=turn_ends, max_steps=section.max_steps, separator=section.separator)
         prompt = self._decode(tokens.prompt_token_ids.tolist())
         self._traces[tokens.rollout_id] = self._scorer.begin(tokens.rollout_id, tokens.attempt, prompt=prompt, splitter=splitter)
 

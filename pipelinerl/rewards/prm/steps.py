@@ -37,6 +37,15 @@ class Step:
     """Position of its last token among the policy's tokens; it rises from step to step."""
 
 
+def splitter_of(
+    decode: Callable[[list[int]], str], *, turn_ends: Sequence[int] | None, max_steps: int, separator: str | None
+) -> Splitter | TurnSplitter:
+    """Return what cuts a trace: an episode by its turns, which end at `turn_ends`, a completion by its text."""
+    if turn_ends is not None:
+        return TurnSplitter(decode, ends=turn_ends)
+    return Splitter(decode, max_steps=max_steps, separator=separator)
+
+
 class TurnSplitter:
     """Cuts an episode into its turns. A step is a turn with what was said to the model since the turn before."""
 
