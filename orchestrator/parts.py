@@ -189,7 +189,7 @@ class Parts:
             announcement_check=self.announcement_check,
             first_request_id=int(1e6 * given.journal.clock()),
         )
-        self.prm = Prm(scorers) if config.prm.is_used else None
+        self.prm = Prm(scorers, is_episodic=config.environment.is_used) if config.prm.is_used else None
         """The process reward model, in a run that has one."""
         self.trainer = self._peers(
             given.trainer_hub,
@@ -299,7 +299,7 @@ class Parts:
             section=section,
             sampling=self.rollout_sampling(),
             max_context_tokens=min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens),
-            max_tokens=config.batch.max_tokens,
+            max_tokens=section.max_episode_tokens or config.batch.max_tokens,
             vocabulary=self.given.vocabulary,
         )
         ledger, watch = self.given.ledger, self.watch

@@ -28,7 +28,7 @@ from orchestrator.stages.scoring import Scoring
 from orchestrator.stages.training import Training
 from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.algorithms.mismatch import MismatchRule
-from pipelinerl.data.packing import Packing
+from pipelinerl.data.packing import packing_of
 from pipelinerl.runtime.stage import Stage
 
 MAX_DROPPED_STEPS = 10
@@ -79,7 +79,6 @@ class Pipeline:
                 watch=parts.watch,
                 credits=parts.credits,
                 max_waiting_tokens=config.prm.max_waiting_tokens,
-                is_episodic=config.environment.is_used,
                 stopping=early_stopping(config, requests=parts.engines.requests),
                 restored=parts.restored("prm"),
                 decisions=past.early_stops,
@@ -139,7 +138,7 @@ class Pipeline:
             rows=channels.rows,
             grouping=parts.grouping(),
             cut=parts.cut() if self.script is None else self.script.steps.cut,
-            packing=Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
+            packing=packing_of(config),
             admission=parts.admission,
             credits=parts.credits,
             ledger=given.ledger,

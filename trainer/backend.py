@@ -78,12 +78,36 @@ class Backend(Generic[Output]):
         self._has_rows = True
         of_columns = _nothing if row is None else self._of_columns(loss)
         row = row or self._empty_row()
+        if row.parts:
+            self._train_parts(row, of_columns)
+            return
         if self._model.pipeline is None:
             of_columns(self._model.outputs(row)).backward()
             return
         self._put_off.append((row, of_columns))
         if len(self._put_off) == ROWS_PER_RANK * self._num_ranks:
             self.complete()
+
+    def _train_parts(self, row: PackedRow, loss: Callable[[Columns], torch.Tensor]) -> None:
+        """Add the gradient of a row whose parts do not fit the memory together, though its loss may need all of its tokens at once.
+
+        The loss is taken of outputs without gradient; what it says of each is then handed to the parts, which are computed once more.
+        """
+        with torch.no_grad():
+            columns = [column.requires_grad_() for column in self._model.outputs(row)]
+        loss(columns).backward()
+        assert row.order is not None, "who lays parts out says where their tokens are"
+        gradients = [torch.zeros_like(column) for column in columns]
+        for gradient, column in zip(gradients, columns, strict=True):
+            if column.grad is not None:
+                gradient[row.order] = column.grad
+        start = 0
+        for part in row.parts:
+            end = start + len(part.trained)
+            pairs = [(out, gradient[start:end]) for out, gradient in zip(self._model.outputs(part), gradients, strict=True)]
+            outputs, own = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+            torch.autograd.backward(outputs, own)
+            start = end
 
     def complete(self) -> None:
         """Compute the rows that were put off, and reduce the gradients that were held."""

@@ -155,6 +155,7 @@ def build_step(
         replay_routing=config.model.replay_routing,
         controllers=controllers,
         image_processor=image_processor_of(config),
+        max_row_tokens=config.batch.max_tokens if config.gateway is not None and config.gateway.max_episode_tokens is not None else None,
         sft_stream=_sft_stream(config, backend=backend, replicas=replicas),
     )
 

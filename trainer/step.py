@@ -34,6 +34,7 @@ from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.algorithms.signal import gradient_needs_advantage
 from pipelinerl.data.expert_routes import num_unrouted, table_of
 from pipelinerl.data.images import ImageProcessor
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import EngineMismatch, MicroBatch, StepClosed
 from trainer.advantages import HeldRow, with_advantages
 from trainer.backend import Backend, Outputs
@@ -46,7 +47,7 @@ from trainer.logprob_mismatch import Agreement
 from trainer.model.reference import Reference
 from trainer.model.teachers import Teachers
 from trainer.parallel.replicas import Replicas
-from trainer.rows.arrange import arrange
+from trainer.rows.arrange import arrange, arrange_parts
 from trainer.rows.images import images_of_row
 from trainer.rows.packed_row import PackedRow
 
@@ -80,10 +81,17 @@ class Step:
     """The coefficients that follow a measurement; by default, from the method's own on."""
     image_processor: ImageProcessor | None = None
     """Of a model that takes images."""
+    max_row_tokens: int | None = None
+    """An episode with more is computed in parts of as many; None: no episode is."""
     sft_stream: SftStream | None = None
     """Demonstrations that every epoch trains beside the rows."""
 
     def __post_init__(self, method: Method) -> None:
+        if self.max_row_tokens is not None and Need.DIVERGENCE in method.needs:
+            raise ConfigError(
+                "gateway.max_episode_tokens: an episode that is larger than a packed row is computed in parts, which is not written for"
+                " whole distributions of a teacher. Leave it out, or choose a method that reads sampled tokens alone, such as opd"
+            )
         self._controllers = self.controllers or Controllers(method)
         self._backends = (self.backend,) if self.critic is None else (self.backend, self.critic.backend)
         self._holds = Need.WHOLE_STEP in method.needs or self.epochs > 1
@@ -115,6 +123,8 @@ class Step:
 
     def lay_out(self, batch: MicroBatch) -> PackedRow | None:
         """Bring a row to the device, laid out for the model; None for a zero-loss row. May run beside `add`. Raises `DataError`."""
+        if batch.nodes is not None and self.max_row_tokens is not None and len(batch.token_ids) > self.max_row_tokens:
+            return arrange_parts(batch, max_tokens=self.max_row_tokens, device=self.replicas.device)
         return arrange(
             batch.token_ids,
             loss_mask=batch.loss_mask,

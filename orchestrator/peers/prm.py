@@ -17,7 +17,9 @@ PRM_NUMBER = 1
 class Prm:
     """The process reward model's connection. It sends traces, and reports when the model has lost them: all are then to be sent again."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, *, is_episodic: bool = False) -> None:
+        self.is_episodic = is_episodic
+        """True in a run with an environment: an episode is sent once it is over, and its steps are its turns."""
         self.load: PrmLoad | None = None
         """Its last gauges; None before the first."""
         self._peers = peers

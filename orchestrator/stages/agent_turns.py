@@ -84,7 +84,7 @@ class AgentTurns:
     max_context_tokens: int
     """Tokens of one path of an episode, its prompt included: what the model takes."""
     max_tokens: int
-    """Tokens of all nodes of an episode: what a packed row takes."""
+    """Tokens of all nodes of an episode."""
     vocabulary: int | None = None
     """Tokens that the model knows; None where its folder does not say."""
     num_discarded_tokens: int = 0
@@ -145,7 +145,8 @@ class AgentTurns:
             return f"a context of {len(turn.context)} tokens leaves no room for a turn: at most {self.max_context_tokens} tokens in all"
         if not turn.max_tokens:
             held = f"an episode of {self._held(turn)} tokens, with what its other turns may still sample,"
-            return f"{held} leaves no room for this turn: at most batch.max_tokens = {self.max_tokens} in all"
+            key = "batch.max_tokens" if self.section.max_episode_tokens is None else "gateway.max_episode_tokens"
+            return f"{held} leaves no room for this turn: at most {key} = {self.max_tokens} in all"
         return None
 
     def _ask(self, turn: Turn) -> None:

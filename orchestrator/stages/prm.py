@@ -129,8 +129,6 @@ class PrmScoring:
     credits: Signal
     """The signal that `backpressure` has ended."""
     max_waiting_tokens: int
-    is_episodic: bool = False
-    """True in a run with an environment: an episode is sent once it is over, and its steps are its turns."""
     stopping: EarlyStopping | None = None
     restored: tuple[ScoredTrajectory, ...] = ()
     """Trajectories that were scored before a restart, without their steps."""
@@ -210,7 +208,7 @@ class PrmScoring:
         """Send the rest of a finished trajectory."""
         trace = self._trace_of(trajectory)
         if not trace.is_whole:
-            if self.is_episodic:
+            if self.prm.is_episodic:
                 trace.turn_ends = np.zeros(0, np.int32) if trajectory.turns is None else trajectory.turns.ends
             rest = trajectory.token_ids[len(trajectory.prompt.token_ids) + len(trace.token_ids) :]
             trace.is_whole = True

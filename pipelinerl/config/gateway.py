@@ -16,6 +16,9 @@ class GatewaySection(Section):
     max_attempts: PositiveInt = Field(3, description="attempts that agents give up, or do not finish in time, before the rollout fails")
     agents_deadline_s: PositiveFloat = Field(3600.0, description="longest wait for any agent to ask for an episode; after it the run ends")
     max_episodes: PositiveInt = Field(256, description="episodes that agents have at once")
+    max_episode_tokens: PositiveInt | None = Field(
+        None, description="tokens of one episode, in all its contexts; with more than batch.max_tokens it trains in parts; default: that"
+    )
     max_requests: PositiveInt = Field(256, description="turns of one episode, in all its contexts")
     max_parallel: PositiveInt = Field(8, description="turns of one episode that are sampled at once")
     max_messages: PositiveInt = Field(2048, description="messages of one request")

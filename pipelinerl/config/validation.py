@@ -11,6 +11,7 @@ from pipelinerl.config.backends import TrainerBackend, problems_of_backend
 from pipelinerl.config.constrained_sampling import constraints_are_accounted_for
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.images import images_go_with
+from pipelinerl.config.large_episodes import large_episodes_go_with
 from pipelinerl.config.layout import Schedule, nearest, problems_of
 from pipelinerl.config.nodes import engines_elsewhere_are_the_runs, nodes_have_work
 from pipelinerl.config.placement import devices_can_be_shared
@@ -371,6 +372,7 @@ _CHECKS = (
     _adapters_can_be_separate,
     _episodes_go_with,
     _agents_play_alone,
+    large_episodes_go_with,
     images_go_with,
     _rewards_are_functions_or_models,
     _steps_have_one_model,

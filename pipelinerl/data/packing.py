@@ -11,7 +11,9 @@ Reinforcement learning and supervised fine-tuning pack by the same rule. No asyn
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from pipelinerl.config import Config
 
 OPEN_ROWS = 8
 """Rows being filled at once: 8 keeps fullness at 0.97 and more on long-tailed lengths, where 4 gives 0.96 and 1 gives 0.78; 64 adds nothing
@@ -36,8 +38,10 @@ S = TypeVar("S", bound=Sized)
 class Packing(Generic[S]):
     """Fills rows with samples; returns each row once, when it leaves."""
 
-    def __init__(self, *, max_tokens: int, open_rows: int = OPEN_ROWS, num_replicas: int = 1) -> None:
+    def __init__(self, *, max_tokens: int, open_rows: int = OPEN_ROWS, num_replicas: int = 1, max_sample_tokens: int | None = None) -> None:
+        """A sample of more than `max_tokens`, and of at most `max_sample_tokens`, is a row by itself."""
         self._max_tokens = max_tokens
+        self._max_sample_tokens = max_sample_tokens or max_tokens
         self.num_replicas = num_replicas
         """It may change between two steps."""
         self._num_left = 0
@@ -48,10 +52,13 @@ class Packing(Generic[S]):
         self._shortest = max_tokens
 
     def add(self, sample: S) -> list[list[S]]:
-        """Place a sample; return the rows that leave now. Raises `ValueError` for a sample longer than a row: our own mistake."""
+        """Place a sample; return the rows that leave now. Raises `ValueError` for a sample longer than may be: our own mistake."""
         size = sample.num_tokens
+        if size > self._max_sample_tokens:
+            raise ValueError(f"a sample of {size} tokens does not fit a row of {self._max_sample_tokens}")
         if size > self._max_tokens:
-            raise ValueError(f"a sample of {size} tokens does not fit a row of {self._max_tokens}")
+            self._num_left += 1
+            return [[sample]]
         self._shortest = min(self._shortest, size)
         leaving: list[list[S]] = []
         fits = [index for index, room in enumerate(self._room) if room >= size]
@@ -96,6 +103,12 @@ class Packing(Generic[S]):
     def _take(self, index: int) -> list[S]:
         self._room.pop(index)
         return self._rows.pop(index)
+
+
+def packing_of(config: Config) -> Packing[Any]:
+    """Return what fills the rows of a run, in which agents' episodes may be larger than a row."""
+    limit = None if config.gateway is None else config.gateway.max_episode_tokens
+    return Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas, max_sample_tokens=limit)
 
 
 def cost_of(num_tokens: int) -> float:

@@ -259,6 +259,16 @@ def test_agents_bring_their_own_world_and_what_does_not_go_with_that_is_told():
     assert parse(tree(), origin="my.toml").gateway is None
 
 
+def test_episodes_larger_than_a_row_go_with_copies_of_the_trainer_alone():
+    large = {"gateway": {"max_episode_tokens": 8192}, "batch": {"max_tokens": 4096}}
+    assert parse(tree(**large, trainer={"ranks": 2}), origin="my.toml").gateway is not None
+    (layout,) = problems_of(tree(**large, trainer={"ranks": 2, "parallel": {"shard": 2}}))
+    assert layout.startswith("gateway.max_episode_tokens is 8192: the trainer computes such an episode in parts")
+    assert "trainer.parallel.shard" in layout
+    (less,) = problems_of(tree(**large | {"gateway": {"max_episode_tokens": 2048}}))
+    assert less.startswith("gateway.max_episode_tokens is 2048, and batch.max_tokens 4096")
+
+
 def test_what_an_engine_of_several_ranks_cannot_take_is_told_before_it_loads():
     engine = {"options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}}
     weights = {"transport": "nccl", "delta": True, "kv_max_staleness": 2, "adapters": "separate"}
@@ -588,6 +598,7 @@ KEYS = [
     "gateway.max_attempts",
     "gateway.agents_deadline_s",
     "gateway.max_episodes",
+    "gateway.max_episode_tokens",
     "gateway.max_requests",
     "gateway.max_parallel",
     "gateway.max_messages",

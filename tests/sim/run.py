@@ -86,7 +86,7 @@ class Simulated:
                 groups_per_step=None if self.is_scripted else batch.groups_per_step,
                 num_steps=len(self.record.sealed) if self.is_scripted else self.settings.trainer.steps,
                 max_staleness=bound,
-                max_tokens=batch.max_tokens,
+                max_tokens=max(batch.max_tokens, (self.settings.gateway and self.settings.gateway.max_episode_tokens) or 0),
             ),
             *checker.check_counts(self.rows, dataclasses.asdict(self.ending.rollouts)),
         ]

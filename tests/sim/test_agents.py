@@ -116,3 +116,19 @@ def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]
+
+
+@pytest.mark.parametrize("who", ["nobody", pytest.param("everything", marks=pytest.mark.slow)])
+def test_an_episode_larger_than_a_row_is_a_row_by_itself_and_trains_once(tmp_path: Path, who: str) -> None:
+    gateway = {"deadline_s": 20.0, "max_episode_tokens": 600}
+    settings = agents(gateway=gateway, batch={"groups_per_step": 8, "max_tokens": 200})
+    world = dataclasses.replace(WORLD, mean_tokens=30, sub_agent_fraction=0.6)
+    kills: dict[str, Any] = (
+        {"engine_s": 6.0, "scorer_s": 5.0, "gateway_s": 5.0, "trainer_s": 6.0, "orchestrator_s": 8.0} if who == "everything" else {}
+    )
+    survived = survive(settings, folder=tmp_path, faults=Faults(seed=4, until_s=40.0, **kills), world=world)
+    assert survived.problems() == []
+    assert survived.ending.reason == "finished"
+    record = survived.disk.record
+    assert 200 < record.longest_row <= 600
+    assert not record.repeated or kills, "each rollout comes once"

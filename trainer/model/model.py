@@ -180,6 +180,9 @@ class Model:
 
     def outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
         """Return these as they come: (values,), or (log-probabilities, entropies) and `extras`, divergences of rows with teachers only."""
+        if row.parts:
+            found = [self.outputs(part) for part in row.parts]
+            return tuple(torch.cat(columns)[row.order] for columns in zip(*found, strict=True))
         if self.pipeline is not None:
             assert not torch.is_grad_enabled(), "a row by itself is no work for a pipeline"
             outputs = self.pipeline.outputs(row)

@@ -27,10 +27,11 @@ import torch
 
 from pipelinerl.data.expert_routes import Table, unknown
 from pipelinerl.errors import DataError
-from pipelinerl.messages import Int32, Mask, Nodes
+from pipelinerl.messages import Int32, Mask, MicroBatch, Nodes
 from trainer.rows.branches import branches, whole_samples
 from trainer.rows.images import RowImages
 from trainer.rows.packed_row import WHOLE_ROW, Block, ContextShard, PackedRow, Vision
+from trainer.rows.parts import parts_of
 from trainer.rows.trie import Piece, cut
 
 
@@ -87,6 +88,41 @@ def arrange(
         order=None if order is None else on_device(order),
         routes=None if routes is None else torch.from_numpy(_laid_out_routes(routes, columns)).to(device, non_blocking=True),
         vision=None if images is None else _laid_out_images(images, columns, device=device),
+    )
+
+
+def arrange_parts(batch: MicroBatch, *, max_tokens: int, device: torch.device | str = "cpu") -> PackedRow | None:
+    """Lay out a row that is one episode of more than `max_tokens` tokens, part by part; None where no token has a loss.
+
+    Raises `DataError` as `arrange` does.
+    """
+    assert batch.nodes is not None, "an episode in one line fits a row"
+    assert batch.routes is None, "agents' tokens have no routes to replay"
+    parts = parts_of(batch.nodes, loss_mask=batch.loss_mask, max_tokens=max_tokens)
+    if not parts:
+        return None
+    rows = [
+        arrange(
+            batch.token_ids[part.columns],
+            loss_mask=part.loss_mask,
+            lengths=np.array([len(part.columns)], np.int32),
+            names=batch.rollout_ids,
+            device=device,
+            nodes=part.nodes,
+        )
+        for part in parts
+    ]
+    places = np.concatenate([part.columns[part.loss_mask] for part in parts])
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    return PackedRow(
+        token_ids=nothing,
+        positions=nothing,
+        blocks=(),
+        targets=nothing,
+        sources=nothing,
+        trained=torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device, non_blocking=True),
+        order=torch.from_numpy(np.argsort(places)).to(device, non_blocking=True),
+        parts=tuple(row for row in rows if row is not None),
     )
 
 

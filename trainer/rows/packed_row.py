@@ -74,7 +74,10 @@ class PackedRow:
     vision: Vision | None = None
     """None for a row without images."""
     order: torch.Tensor | None = None
-    """[K] int64, where each is among the targets of all ranks that share the row, joined; None for a whole row, where J is K."""
+    """[K] int64, where each is among the targets of all ranks that share the row, or of all `parts`, joined; None for a whole row, where J
+    is K."""
+    parts: tuple[PackedRow, ...] = ()
+    """Of an episode that is larger than a row: it is computed part by part, and has no tokens or blocks of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

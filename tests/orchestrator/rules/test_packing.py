@@ -123,3 +123,12 @@ def test_what_finds_no_room_when_dealt_by_cost_stays_as_it_was_packed():
     for length in (8, 10, 8, 6, 5):
         assert packing.add(handmade.sample(length)) == []
     assert lengths_of(packing.flush()) == [[8, 10], [8, 6, 5]]
+
+
+def test_a_sample_larger_than_a_row_is_a_row_by_itself_where_that_may_be():
+    packing = Packing(max_tokens=10, max_sample_tokens=30)
+    assert packing.add(handmade.sample(4)) == []
+    assert lengths_of(packing.add(handmade.sample(12))) == [[12]]
+    assert lengths_of(packing.add(handmade.sample(6))) == [[4, 6]]
+    with pytest.raises(ValueError, match="a sample of 31 tokens does not fit a row of 30"):
+        packing.add(handmade.sample(31))
