@@ -56,9 +56,6 @@ class Packing(Generic[S]):
         size = sample.num_tokens
         if size > self._max_sample_tokens:
             raise ValueError(f"a sample of {size} tokens does not fit a row of {self._max_sample_tokens}")
-        if size > self._max_tokens:
-            self._num_left += 1
-            return [[sample]]
         self._shortest = min(self._shortest, size)
         leaving: list[list[S]] = []
         fits = [index for index, room in enumerate(self._room) if room >= size]
