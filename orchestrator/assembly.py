@@ -15,6 +15,7 @@ from orchestrator.ledger.answers import ANSWERS_FILE, Answers
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.peers.bounds import experts_of, vocabulary_of
+from orchestrator.stages.leasing import Table
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.data.stop_tokens import stop_tokens_of
@@ -31,14 +32,24 @@ from pipelinerl.transport.zmq import ZmqHub
 
 @contextlib.contextmanager
 def opened(
-    config: Config, run_folder: Path, *, address: str, environment: Mapping[str, str], in_script: bool = False, replays: bool = False
+    config: Config,
+    run_folder: Path,
+    *,
+    address: str,
+    environment: Mapping[str, str],
+    in_script: bool = False,
+    replays: bool = False,
+    policy: str = "",
+    table: Table | None = None,
 ) -> Iterator[Dependencies]:
     """Open all of it for as long as the block runs, within a running event loop. `environment` names the launcher's lease, see
     `pipelinerl.runtime.lease.fence_of`. `replays` has a script's calls recorded.
+
+    `policy` is its name among several, which meet at the `table`: the first of them speaks with the gateway.
     """
     with contextlib.ExitStack() as at_end:
         roles = {"engine": FromEngine, "scorer": FromScorer, "trainer": FromTrainer}
-        roles |= {} if config.gateway is None else {"gateway": FromGateway}
+        roles |= {} if config.gateway is None or (table is not None and table.leasing is not None) else {"gateway": FromGateway}
         hubs = {role: ZmqHub(run_folder, role, accepts=accepts, interface=address) for role, accepts in roles.items()}
         journal = at_end.enter_context(contextlib.closing(Journal(run_folder, "orchestrator")))
         fence = fence_of(run_folder, environment)
@@ -82,5 +93,7 @@ def opened(
             vocabulary=vocabulary_of(config),
             experts=experts_of(config),
             in_script=in_script,
+            policy=policy,
+            table=table,
             answers=at_end.enter_context(contextlib.closing(Answers(run_folder / ANSWERS_FILE))) if replays else None,
         )

@@ -32,6 +32,7 @@ from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import PromptBuilder, longest_prompt
 from orchestrator.run import Run
 from orchestrator.scripted_run import DemonstrationOf, Row, ScriptedRun
+from orchestrator.stages.leasing import Table
 from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
@@ -151,13 +152,27 @@ def open_run(
     early: EarlyProcesses,
     replays: bool,
     stack: contextlib.AsyncExitStack,
+    policy: str = "",
+    table: Table | None = None,
 ) -> tuple[Run, ScriptedRun, Launcher]:
-    """Open what the run of one policy depends on, until `stack` ends; `roles` are its processes, each with its devices."""
+    """Open what the run of one policy depends on, until `stack` ends; `roles` are its processes, each with its devices.
+
+    `policy` and `table`: see `opened`.
+    """
     allow_open_files()
     stack.enter_context(sidecars(folder, sidecars_of(config, folder)))
     environment = {EPOCH: str(lease.epoch)}
     given = stack.enter_context(
-        opened(config, folder, address=address_of(config.run.interface), environment=environment, in_script=True, replays=replays)
+        opened(
+            config,
+            folder,
+            address=address_of(config.run.interface),
+            environment=environment,
+            in_script=True,
+            replays=replays,
+            policy=policy,
+            table=table,
+        )
     )
     stack.enter_context(guarded(config.pipeline.stall_limit_s, end=functools.partial(end_stuck, folder, "script")))
     launcher = launcher_of(config, tuple(roles), folder, lease=lease, early=early, is_orchestrator=True)

@@ -22,6 +22,8 @@ from orchestrator.rollouts.rollout import unanswered
 from orchestrator.rollouts.trajectories import end_to_end
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck
+from orchestrator.stages.agent_turns import AgentTurns
+from orchestrator.stages.leasing import Leasing, Seat
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
 from pipelinerl.config import Config
@@ -82,13 +84,14 @@ class FrozenPolicy:
             has_spares=True,
             max_processes=None if replace is None else 2 * config.run.restarts + 10,  # as in `orchestrator.parts`
         )
+        num_turns = 0 if config.gateway is None else config.gateway.max_episodes * config.gateway.max_parallel
         self._engines = Engines(
             peers,
             expected=config.engine.count,
             watch=self._watch,
             credits=Signal(),
             completion_check=CompletionCheck(vocabulary=vocabulary),
-            announcement_check=AnnouncementCheck(max_outstanding=config.max_running_rollouts, num_steps=VERSION),
+            announcement_check=AnnouncementCheck(max_outstanding=config.max_running_rollouts + num_turns, num_steps=VERSION),
         )
         self._sampling = Sampling(
             max_tokens=config.rollout.max_tokens,
@@ -142,6 +145,22 @@ class FrozenPolicy:
         sampling = Sampling(max_tokens=1, has_prompt_logprobs=True)
         asking = [self._judged(one, sampling) for one in rollouts]
         return list(await self.waits.beside(_all(asking), f"engines of policy {self.name} to judge {len(asking)} rollouts"))
+
+    def seat(self, leasing: Leasing) -> Seat:
+        """Return what lets agents ask for its turns, which are in no rollout and train nowhere."""
+        config = self.config
+        longest = min(config.batch.max_tokens, config.model.max_tokens or config.batch.max_tokens)
+        turns = AgentTurns(
+            gateway=leasing.gateway,
+            engines=self._engines,
+            watch=self._watch,
+            section=leasing.section,
+            sampling=self._sampling,
+            max_context_tokens=longest,
+            max_tokens=config.batch.max_tokens,
+            vocabulary=self._vocabulary,
+        )
+        return Seat(turns=turns, watch=self._watch, ledger=None)
 
     def text(self, rollout: Trajectory) -> str:
         """Return the text of what was sampled, in this policy's tokens."""

@@ -39,7 +39,7 @@ from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
 from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.alternation import Alternation
-from orchestrator.stages.leasing import Leasing
+from orchestrator.stages.leasing import Desk, Leasing, Seat, Table
 from orchestrator.stages.prompts import Source
 from orchestrator.stages.script_replay import ScriptReplay
 from pipelinerl.algorithms.methods import method_of
@@ -70,7 +70,11 @@ class Dependencies:
     scorer_hub: Hub
     trainer_hub: Hub
     gateway_hub: Hub | None = None
-    """None in a run without a gateway."""
+    """None in a run without a gateway, and in those of several policies of which another speaks with it."""
+    policy: str = ""
+    """Its name among several policies."""
+    table: Table | None = None
+    """Where several policies meet; None in a run of one."""
     source: Source
     held_out: list[Prompt]
     stop_token_ids: tuple[int, ...] = ()
@@ -287,13 +291,18 @@ class Parts:
         seed = self.config.run.seed if self.config.pipeline.mode is Mode.SYNC else None
         return Sampling(max_tokens=rollout.max_tokens, temperature=temperature, stop_token_ids=stop_token_ids, stop=rollout.stop, seed=seed)
 
-    def leasing(self) -> Leasing | None:
-        """Return the stage that lends rollouts to agents, in a run with a gateway."""
-        config, section = self.config, self.config.gateway
-        if self.gateway is None or section is None:
+    def leasing(self) -> Desk | None:
+        """Return the way to the stage that lends rollouts to agents, in a run with a gateway."""
+        config, table, section = self.config, self.given.table, self.config.gateway
+        if section is None:
             return None
+        stage = None
+        if self.gateway is not None:
+            stage = Leasing(gateway=self.gateway, seats={}, watch=self.watch, section=section, alternation=self.alternation)
+        leasing = stage or (table and table.leasing)
+        assert leasing is not None, "the policy that speaks with the gateway is the first"
         turns = AgentTurns(
-            gateway=self.gateway,
+            gateway=leasing.gateway,
             engines=self.engines,
             watch=self.watch,
             section=section,
@@ -302,16 +311,10 @@ class Parts:
             max_tokens=section.max_episode_tokens or config.batch.max_tokens,
             vocabulary=self.given.vocabulary,
         )
-        ledger, watch = self.given.ledger, self.watch
-        return Leasing(
-            gateway=self.gateway,
-            engines=self.engines,
-            turns=turns,
-            ledger=ledger,
-            watch=watch,
-            section=section,
-            alternation=self.alternation,
-        )
+        leasing.seats[self.given.policy] = Seat(turns=turns, watch=self.watch, ledger=self.given.ledger)
+        if table is not None:
+            table.leasing = leasing
+        return Desk(leasing=leasing, policy=self.given.policy, stage=stage)
 
     def cut(self) -> BatchCut:
         """Return the rule that makes steps of groups as they come."""

@@ -109,7 +109,7 @@ class Pipeline:
             interrupted=parts.interrupted,
         )
         yield self.environment
-        yield self.leasing
+        yield self.leasing and self.leasing.stage
         yield Scoring(
             trajectories=channels.trajectories,
             scored=channels.scored,

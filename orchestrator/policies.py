@@ -31,6 +31,7 @@ from orchestrator.controller import Asked, Drivable, driven, ends_at_sigterm, no
 from orchestrator.frozen_policy import FrozenPolicy
 from orchestrator.peers.bounds import vocabulary_of
 from orchestrator.scripted_run import ScriptedRun
+from orchestrator.stages.leasing import Table
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.config.policies import PolicySettings, policies_of
@@ -40,9 +41,9 @@ from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.errors import ConfigError, ScriptError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.launcher import Launcher, launcher_of
-from pipelinerl.launch.policies import check_policies, make_folders, make_ready, place_policies, settings_in
-from pipelinerl.launch.roles import Role, begin_early, engine_roles, processes_beside_script
-from pipelinerl.launch.run_folder import SCRIPT_FILE, folder_of_policy
+from pipelinerl.launch.policies import check_policies, make_folders, make_ready, place_policies, roles_in, settings_in
+from pipelinerl.launch.roles import Role, begin_early
+from pipelinerl.launch.run_folder import SCRIPT_FILE, folder_of_policy, needed_by_agents
 from pipelinerl.messages import FromEngine, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.devices import usable_gpus
@@ -137,6 +138,7 @@ class Policies:
                 make_ready(self._config, self._settings, folder)
             print(f"run folder: {earlier or folder}", flush=True)
             placed = place_policies(self._settings, folder, usable_gpus())
+            table = Table()
             lanes = [
                 _open(
                     dataclasses.replace(one, config=settings_in(one, folder)),
@@ -145,11 +147,15 @@ class Policies:
                     lease=leases[one.name],
                     early=early[one.name],
                     stack=stack,
+                    table=table,
                 )
-                for one in self._settings
+                for one in sorted(self._settings, key=lambda one: not one.lends)  # who lends for all comes first
             ]
             (folder / SCRIPT_FILE).write_text(json.dumps({"command": sys.orig_argv}))
             run = await stack.enter_async_context(all_driven(lanes, folder=folder))
+            for one in self._settings:
+                if one.lends:
+                    print("\n".join(needed_by_agents(folder_of_policy(folder, one.name))), flush=True)
             self._at_end = stack.pop_all()
         return run
 
@@ -157,9 +163,6 @@ class Policies:
         await self._at_end.__aexit__(kind, error, trace)
 
     def _check(self) -> list[Finding]:
-        if self._config.gateway is not None:
-            do = "leave section gateway out; a script of one policy (pipelinerl.Controller) lends its episodes to agents"
-            return [Finding(Level.FAIL, "gateway", "agents play for one policy, and choose none by its name so far", do=do)]
         return collect(*(not_in_scripts(one.config) for one in self._settings if not one.is_frozen), check_policies(self._settings))
 
     def _hold(self, folder: Path, stack: contextlib.AsyncExitStack) -> dict[str, Lease]:
@@ -219,7 +222,7 @@ def _whose(asker: str, trained: Mapping[str, ScriptedRun], frozen: Mapping[str, 
 
 
 def _roles(policy: PolicySettings) -> Callable[[Config, Path], tuple[Role, ...]]:
-    return engine_roles if policy.is_frozen else processes_beside_script
+    return lambda config, folder: roles_in(dataclasses.replace(policy, config=config), folder)
 
 
 def _open(
@@ -230,12 +233,15 @@ def _open(
     lease: Lease,
     early: EarlyProcesses,
     stack: contextlib.AsyncExitStack,
+    table: Table,
 ) -> Lane:
     """Open what a policy depends on, until `stack` ends."""
     config = policy.config
     (folder / SCRIPT_FILE).write_text(json.dumps({"command": sys.orig_argv}))
     if not policy.is_frozen:
-        run, scripted, launcher = open_run(config, folder, roles=roles, lease=lease, early=early, replays=False, stack=stack)
+        run, scripted, launcher = open_run(
+            config, folder, roles=roles, lease=lease, early=early, replays=False, stack=stack, policy=policy.name, table=table
+        )
         return Lane(name=policy.name, run=run, asked=scripted, launcher=launcher)
     hub = ZmqHub(folder, "engine", accepts=FromEngine, interface=address_of(config.run.interface))
     stack.callback(hub.close)
@@ -255,5 +261,7 @@ def _open(
         vocabulary=vocabulary_of(config),
         replace=functools.partial(ask_to_replace, folder),
     )
+    if table.leasing is not None:
+        table.leasing.seats[policy.name] = frozen.seat(table.leasing)
     launcher = launcher_of(config, tuple(roles), folder, lease=lease, early=early, is_orchestrator=True)
     return Lane(name=policy.name, run=frozen, asked=frozen, launcher=launcher)

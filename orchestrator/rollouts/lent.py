@@ -30,7 +30,15 @@ def wrong_turn(asked: AgentTurn, graph: EpisodeGraph, *, vocabulary: int | None)
 
 
 def trajectory_of(
-    rollout: Rollout, graph: EpisodeGraph, *, reward: float | None, error: str, engine_id: int, finish: Finish, finished_at: float
+    rollout: Rollout,
+    graph: EpisodeGraph,
+    *,
+    reward: float | None,
+    error: str,
+    engine_id: int,
+    finish: Finish,
+    finished_at: float,
+    episode: str = "",
 ) -> Trajectory:
     """Return the trajectory of an attempt that has ended, with the `error` by which it failed, if any.
 
@@ -49,7 +57,7 @@ def trajectory_of(
     if not graph.nodes or error:
         return _failed(rollout, error=error or "the agent finished without a turn of the model", **facts)
     prompt = msgspec.structs.replace(rollout.prompt, token_ids=graph.nodes[0].token_ids)
-    lent = Lent(prompt_token_ids=prompt.token_ids, reward=reward)
+    lent = Lent(prompt_token_ids=prompt.token_ids, reward=reward, episode=episode)
     return trajectories.trajectory_of(prompt, graph, finish=finish, lent=lent, **facts)
 
 

@@ -16,7 +16,7 @@ from orchestrator.rules.group_cut import GroupCut
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.stages.engine_attempts import EngineAttempts
 from orchestrator.stages.environment import EnvironmentStage
-from orchestrator.stages.leasing import Leasing
+from orchestrator.stages.leasing import Desk
 from orchestrator.stages.prompts import Drawn
 from pipelinerl.messages import Prompt, Sampling, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
@@ -62,8 +62,8 @@ class Generation:
     """The callback names what admission has to wait for, or returns None."""
     quarantine: Quarantine
     environment: EnvironmentStage | None = None
-    leasing: Leasing | None = None
-    """The stage that has agents outside of the run play the rollouts; None where engines are asked for them here."""
+    leasing: Desk | None = None
+    """The way to the stage that has agents outside of the run play the rollouts; None where engines are asked for them here."""
     dispatch: Dispatch[Rollout] | None = None
     """The rule that sends rollouts one by one; None where a group's siblings go to one engine the moment they are admitted."""
     group_cut: GroupCut | None = None

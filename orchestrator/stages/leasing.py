@@ -3,6 +3,9 @@
 An agent has a lease: one attempt of a rollout, until a deadline. Its tokens are kept here, as engines sampled them (`agent_turns`), so a
 gateway that is killed costs the attempts that it had lent, and nothing else: the next attempts are lent again, and what an old lease still
 says is refused.
+
+In a run of several policies an episode is a rollout of each that is trained, all of one prompt, and lent once each has offered its own: the
+agent names the policy that is to sample a turn. Such rollouts are lent, attempted, finished and given up together.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from typing import Any
 import msgspec
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.peers.engines import Engines
 from orchestrator.peers.gateway import Gateway
 from orchestrator.rollouts.lent import trajectory_of
 from orchestrator.rollouts.rollout import Rollout
@@ -25,7 +27,6 @@ from orchestrator.rules.validation.violations import shorten
 from orchestrator.stages.agent_turns import AgentTurns, Played
 from orchestrator.stages.alternation import Alternation
 from pipelinerl.config import GatewaySection
-from pipelinerl.data.episode_graph import EpisodeGraph
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import (
     AgentTurn,
@@ -38,6 +39,7 @@ from pipelinerl.messages import (
     EpisodeWanted,
     LeaseEnd,
     Trajectory,
+    part_of,
 )
 from pipelinerl.runtime.watch import Watch
 
@@ -47,10 +49,26 @@ MAX_ENDED = 1 << 12
 """Ended leases that are remembered, so that `finish` said twice is answered twice."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A policy that agents play with."""
+
+    turns: AgentTurns
+    watch: Watch
+    ledger: Ledger | None
+    """The ledger of its rollouts; None for one that is frozen, whose turns are in no rollout."""
+
+
+_Offer = dict[str, tuple[Rollout, Callable[[Trajectory], None]]]
+"""The rollouts of an episode by policy, each with what takes the trajectory of the attempt that was finished."""
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Lease:
-    played: Played
-    then: Callable[[Trajectory], None]
+    lease_id: str
+    offer: _Offer
+    parts: dict[str, Played]
+    """By policy."""
     deadline: asyncio.TimerHandle
     trained_s: float
     """Seconds of training phases before it, and of those by which its deadline was put off."""
@@ -72,9 +90,8 @@ class Leasing:
 
     name = "leasing"
     gateway: Gateway
-    engines: Engines
-    turns: AgentTurns
-    ledger: Ledger
+    seats: dict[str, Seat]
+    """By policy; of one policy alone by no name."""
     watch: Watch
     section: GatewaySection
     alternation: Alternation = dataclasses.field(default_factory=Alternation)
@@ -83,7 +100,9 @@ class Leasing:
     num_expired: int = 0
     num_given_up: int = 0
     num_lent: int = 0
-    _offered: collections.deque[tuple[Rollout, Callable[[Trajectory], None]]] = dataclasses.field(default_factory=collections.deque)
+    _offered: collections.deque[_Offer] = dataclasses.field(default_factory=collections.deque)
+    _partial: dict[tuple[str, int], list[_Offer]] = dataclasses.field(default_factory=dict)
+    """Those that are not offered by every policy, by prompt and sibling."""
     _agents: dict[int, None] = dataclasses.field(default_factory=dict)
     """The requests of agents that wait, in order."""
     _leases: dict[str, _Lease] = dataclasses.field(default_factory=dict)
@@ -106,23 +125,37 @@ class Leasing:
         self._last_agent_at = _now_s()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._oversee())
-            group.create_task(self._follow_engines())
+            for seat in self.seats.values():
+                group.create_task(self._follow_engines(seat.turns))
 
     @property
     def num_out(self) -> int:
         """Rollouts that agents have, or could have."""
-        return len(self._offered) + len(self._leases)
+        return sum(map(len, self._partial.values())) + len(self._offered) + len(self._leases)
 
     def gauges(self) -> dict[str, Any]:
         load = self.gateway.load
         own = {name: getattr(self, name) for name in ("num_lent", "num_expired", "num_given_up")}
-        own |= {"num_discarded_tokens": self.turns.num_discarded_tokens, "num_offered": len(self._offered)}
+        num_discarded = sum(seat.turns.num_discarded_tokens for seat in self.seats.values())
+        own |= {"num_discarded_tokens": num_discarded, "num_offered": len(self._offered)}
         return (msgspec.structs.asdict(load) if load else {}) | own | {"num_open": len(self._leases)}
 
-    def offer(self, rollout: Rollout, *, then: Callable[[Trajectory], None]) -> None:
-        """Lend a rollout to the next agent that asks. `then` is called once, with the trajectory of the attempt that was finished."""
-        self._offered.append((rollout, then))
-        self._lend()
+    def offer(self, rollout: Rollout, *, then: Callable[[Trajectory], None], policy: str = "") -> None:
+        """Lend a rollout to the next agent that asks, once each policy has offered one of the same prompt. `then` is called once, with the
+        trajectory of the attempt that was finished.
+        """
+        key = (rollout.prompt.prompt_id, rollout.sibling)
+        partial = self._partial.setdefault(key, [])
+        offer = next((one for one in partial if policy not in one), None)
+        if offer is None:
+            partial.append(offer := {})
+        offer[policy] = (rollout, then)
+        if offer.keys() == {name for name, seat in self.seats.items() if seat.ledger is not None}:
+            partial.remove(offer)
+            self._offered.append(offer)
+            self._lend()
+        if not partial:
+            del self._partial[key]
 
     # --- leases ---
 
@@ -130,15 +163,21 @@ class Leasing:
         while self._offered and self._agents and len(self._leases) < self.section.max_episodes:
             request_id = next(iter(self._agents))
             del self._agents[request_id]
-            rollout, then = self._offered.popleft()
-            lease_id = self.new_lease_id()
+            offer, lease_id = self._offered.popleft(), self.new_lease_id()
             deadline = asyncio.get_running_loop().call_later(self.section.deadline_s, self._expire, lease_id)
-            played = Played(lease_id=lease_id, rollout=rollout)
-            lease = _Lease(played=played, then=then, deadline=deadline, trained_s=self.alternation.trained_s)
+            rollout, _ = next(iter(offer.values()))
+            parts = {
+                name: Played(lease_id=part_of(lease_id, name), rollout=offer[name][0] if name in offer else _of_frozen(rollout))
+                for name in self.seats
+            }
+            trained_s = self.alternation.trained_s
+            lease = _Lease(lease_id=lease_id, offer=offer, parts=parts, deadline=deadline, trained_s=trained_s)
             self._leases[lease_id] = lease
-            self.ledger.issue(rollout.rollout_id, attempt=rollout.attempt, engine_id=None, version=rollout.version, now_s=_now_s())
+            for name, (one, _) in offer.items():
+                ledger = self._ledger(name)
+                ledger.issue(one.rollout_id, attempt=one.attempt, engine_id=None, version=one.version, now_s=_now_s())
             self.num_lent += 1
-            self.watch.moved()
+            self._moved()
             lent = EpisodeLent(
                 request_id=request_id,
                 lease=lease_id,
@@ -146,7 +185,8 @@ class Leasing:
                 attempt=rollout.attempt,
                 prompt=rollout.prompt,
                 deadline_s=self.section.deadline_s,
-                max_context_tokens=self.turns.max_context_tokens,
+                max_context_tokens=min(seat.turns.max_context_tokens for seat in self.seats.values()),
+                models={name: seat.turns.max_context_tokens for name, seat in self.seats.items() if name},
             )
             if not self.gateway.send(lent):
                 self._take_back(lease, LeaseEnd.LOST, "the gateway cannot be reached")
@@ -186,75 +226,94 @@ class Leasing:
             self.num_given_up += 1
             self._give_up(lease, LeaseEnd.FAILED, f"agent: {shorten(said.error)}")
             return
-        graph = lease.played.graph
-        for node, reward in zip(said.nodes, said.rewards, strict=True):
-            if not 0 <= node < len(graph.nodes) or not graph.nodes[node].is_sampled:
-                self._give_up(lease, LeaseEnd.FAILED, f"a reward for node {node}, which is no turn of this episode")
-                return
-            graph = graph.with_reward(node, reward)
-        reward = said.reward if said.reward is not None or not said.rewards else float(sum(said.rewards))
+        posted = {one.model: one for one in said.posted} or {"": said}
+        rewards: dict[str, float | None] = {}
+        for name, played in lease.parts.items():
+            if (own := posted.get(name)) is None:
+                continue
+            for node, reward in zip(own.nodes, own.rewards, strict=True):
+                if not 0 <= node < len(played.graph.nodes) or not played.graph.nodes[node].is_sampled:
+                    self._give_up(lease, LeaseEnd.FAILED, f"a reward for node {node}, which is no turn of this episode")
+                    return
+                played.graph = played.graph.with_reward(node, reward)
+            rewards[name] = own.reward if own.reward is not None or not own.rewards else float(sum(own.rewards))
         self._end(lease, LeaseEnd.FINISHED, "")
-        del self._num_unfinished[lease.played.rollout.rollout_id]
-        self._pass_on(lease, graph=graph, reward=reward)
+        del self._num_unfinished[_name_of(lease.offer)]
+        self._pass_on(lease, rewards=rewards)
 
     def _give_up(self, lease: _Lease, end: LeaseEnd, reason: str) -> None:
         """End an attempt that its agent did not finish: the next one is lent, or the rollout has failed."""
-        name = lease.played.rollout.rollout_id
+        name = _name_of(lease.offer)
         self._num_unfinished[name] += 1
         if self._num_unfinished[name] < self.section.max_attempts:
             self._take_back(lease, end, reason)
             return
         del self._num_unfinished[name]
         self._end(lease, end, reason)
-        self._pass_on(lease, graph=lease.played.graph, reward=None, error=f"{self.section.max_attempts} attempts, the last: {reason}")
+        self._pass_on(lease, rewards={}, error=f"{self.section.max_attempts} attempts, the last: {reason}")
 
     def _take_back(self, lease: _Lease, end: LeaseEnd, reason: str) -> None:
         """End an attempt, and offer the next one before any other rollout: its group waits for it."""
         self._end(lease, end, reason)
-        self.turns.discard(lease.played)
-        rollout = lease.played.rollout
-        self.ledger.lose(rollout.rollout_id, attempt=rollout.attempt, engine_id=None, reason=f"{end}: {reason}", now_s=_now_s())
-        self._offered.appendleft((dataclasses.replace(rollout.next_attempt(), reason=reason), lease.then))
+        for name, played in lease.parts.items():
+            self.seats[name].turns.discard(played)
+        for name, (rollout, _) in lease.offer.items():
+            words = f"{end}: {reason}"
+            self._ledger(name).lose(rollout.rollout_id, attempt=rollout.attempt, engine_id=None, reason=words, now_s=_now_s())
+        again = {name: (dataclasses.replace(rollout.next_attempt(), reason=reason), then) for name, (rollout, then) in lease.offer.items()}
+        self._offered.appendleft(again)
         self._lend()
 
     def _end(self, lease: _Lease, end: LeaseEnd, reason: str) -> None:
-        lease_id = lease.played.lease_id
+        lease_id = lease.lease_id
         del self._leases[lease_id]
         lease.deadline.cancel()
-        self.turns.end(lease.played)
+        for name, played in lease.parts.items():
+            self.seats[name].turns.end(played)
         self._ended[lease_id] = ended = EpisodeEnded(lease=lease_id, end=end, reason=reason)
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
         self.gateway.send(ended)
 
-    def _pass_on(self, lease: _Lease, *, graph: EpisodeGraph, reward: float | None, error: str = "") -> None:
-        played = lease.played
-        trajectory = trajectory_of(
-            played.rollout, graph, reward=reward, error=error, engine_id=played.engine_id, finish=played.finish, finished_at=_now_s()
-        )
-        lease.then(trajectory)
+    def _pass_on(self, lease: _Lease, *, rewards: dict[str, float | None], error: str = "") -> None:
+        for name, (rollout, then) in lease.offer.items():
+            played = lease.parts[name]
+            facts = {"engine_id": played.engine_id, "finish": played.finish, "episode": lease.lease_id if name else ""}
+            then(trajectory_of(rollout, played.graph, reward=rewards.get(name), error=error, finished_at=_now_s(), **facts))
         self._lend()
 
     def _on_turn(self, asked: AgentTurn) -> None:
-        if (lease := self._leases.get(asked.lease)) is not None:
-            self.turns.take(asked, lease.played)
+        lease_id, _, policy = asked.lease.partition(".")
+        lease = self._leases.get(lease_id)
+        if lease is not None and policy in lease.parts:
+            self.seats[policy].turns.take(asked, lease.parts[policy])
         else:
-            self.gateway.send(self._ended.get(asked.lease) or _unknown(asked.lease))
+            self.gateway.send(self._ended.get(lease_id) or _unknown(lease_id))
+
+    def _ledger(self, policy: str) -> Ledger:
+        ledger = self.seats[policy].ledger
+        assert ledger is not None, "a policy that offers rollouts has a ledger"
+        return ledger
+
+    def _moved(self) -> None:
+        for seat in self.seats.values():
+            seat.watch.moved()
 
     # --- waiting ---
 
-    async def _follow_engines(self) -> None:
+    async def _follow_engines(self, turns: AgentTurns) -> None:
         while True:
-            await self.engines.changed.wait()
-            self.turns.ask_again()
+            await turns.engines.changed.wait()
+            turns.ask_again()
 
     async def _oversee(self) -> None:
         """See that agents come at all. While one has the floor, until its deadline, the run does not stand still."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            self.turns.ask_again()
-            if self._leases and not len(self.turns):
-                self.watch.moved()
+            for seat in self.seats.values():
+                seat.turns.ask_again()
+            if self._leases and not any(len(seat.turns) for seat in self.seats.values()):
+                self._moved()
             if self._leases or self._agents:
                 self._last_agent_at = _now_s()
             elif self._offered:
@@ -266,13 +325,58 @@ class Leasing:
                 f"waited {self.section.agents_deadline_s:g} s for an agent to ask for an episode at {self.gateway.address}/episodes/next:"
                 " none came. Start one (docs/agents.md), or raise gateway.agents_deadline_s"
             )
-        self.watch.moved()
+        self._moved()
 
     def _owed(self) -> str | None:
         """Name what is awaited, for the report of a stall."""
-        if (owed := self.turns.owed()) is not None:
+        if (owed := next(filter(None, (seat.turns.owed() for seat in self.seats.values())), None)) is not None:
             return owed
+        if not self._offered and self._partial:
+            (prompt_id, sibling), (offer, *_) = next(iter(self._partial.items()))
+            missing = ", ".join(name for name, seat in self.seats.items() if seat.ledger is not None and name not in offer)
+            return (
+                f"sibling {sibling} of {', '.join(offer)} about prompt {prompt_id} waits for {missing} to sample the same prompt as often"
+            )
         return f"{len(self._offered)} rollouts wait for an agent to ask for them" if self._offered else None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Table:
+    """Where the policies of a run meet: the stage that lends for all of them."""
+
+    leasing: Leasing | None = None
+    """None until the first policy has begun it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """A policy's way to the stage that lends its rollouts."""
+
+    leasing: Leasing
+    policy: str = ""
+    """Its name among several."""
+    stage: Leasing | None
+    """The stage where this policy's run has it; None where another's has."""
+
+    @property
+    def num_out(self) -> int:
+        return self.leasing.num_out
+
+    def gauges(self) -> dict[str, Any]:
+        return self.leasing.gauges()
+
+    def offer(self, rollout: Rollout, *, then: Callable[[Trajectory], None]) -> None:
+        """See `Leasing.offer`."""
+        self.leasing.offer(rollout, then=then, policy=self.policy)
+
+
+def _name_of(offer: _Offer) -> str:
+    return next(rollout.rollout_id for rollout, _ in offer.values())
+
+
+def _of_frozen(rollout: Rollout) -> Rollout:
+    """Return what stands for a rollout of a frozen policy, which has one version."""
+    return dataclasses.replace(rollout, version=0, is_greedy=False)
 
 
 def _unknown(lease: str) -> EpisodeEnded:

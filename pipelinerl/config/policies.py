@@ -31,6 +31,8 @@ class PolicySettings:
     name: str
     config: Config
     is_frozen: bool
+    lends: bool = False
+    """True for the first that is trained, in a run with a gateway: its orchestrator speaks with it for all policies."""
 
 
 def policies_of(config: Config) -> tuple[PolicySettings, ...]:
@@ -39,9 +41,10 @@ def policies_of(config: Config) -> tuple[PolicySettings, ...]:
     if problems:
         raise ConfigError(_told(problems))
     found: list[PolicySettings] = []
+    host = next(name for name, entry in config.policies.items() if not entry.get("frozen"))
     for name, entry in config.policies.items():
         try:
-            found.append(_settings(config, name, entry))
+            found.append(_settings(config, name, entry, lends=config.gateway is not None and name == host))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -49,11 +52,11 @@ def policies_of(config: Config) -> tuple[PolicySettings, ...]:
     return tuple(found)
 
 
-def _settings(config: Config, name: str, entry: dict[str, Any]) -> PolicySettings:
+def _settings(config: Config, name: str, entry: dict[str, Any], *, lends: bool) -> PolicySettings:
     own = {key: value for key, value in entry.items() if key != "frozen"}
     tree = _merged(config.model_dump(mode="json", exclude_unset=True, exclude={"policies"}), own)
     tree["run"] = tree.get("run", {}) | {"name": f"{config.run.name}-{name}"}
-    return PolicySettings(name=name, config=parse(tree, origin=f"policies.{name}"), is_frozen=bool(entry.get("frozen")))
+    return PolicySettings(name=name, config=parse(tree, origin=f"policies.{name}"), is_frozen=bool(entry.get("frozen")), lends=lends)
 
 
 def _merged(below: Any, above: Any) -> Any:

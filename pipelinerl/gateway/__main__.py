@@ -20,11 +20,11 @@ from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.engine.tool_parser import parser_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.episodes import Episodes
-from pipelinerl.gateway.http import Gateway
+from pipelinerl.gateway.http import Gateway, Model
 from pipelinerl.gateway.listening import listen, remember, server_of
 from pipelinerl.gateway.orchestrator import Orchestrator
 from pipelinerl.gateway.turns import Turns
-from pipelinerl.launch.run_folder import GATEWAY_FILE
+from pipelinerl.launch.run_folder import GATEWAY_FILE, POLICIES
 from pipelinerl.messages import ToGateway
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.base import Link
@@ -45,7 +45,15 @@ def main() -> None:
             contextlib.closing(ZmqLink(run_folder, "gateway", 0, accepts=ToGateway)) as link,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            runner.run(serve(config, link=link, listener=listener, address=address, token=token))
+            runner.run(serve(config, link=link, listener=listener, address=address, token=token, policies=policies_beside(run_folder)))
+
+
+def policies_beside(run_folder: Path) -> dict[str, Config]:
+    """Return the settings of all policies of the run that the folder of one belongs to; none for the folder of a run of one."""
+    if run_folder.resolve().parent.name != POLICIES:
+        return {}
+    order = load_run(run_folder.resolve().parent.parent).policies
+    return {name: load_run(run_folder.resolve().parent / name) for name in order}
 
 
 def open_listener(section: GatewaySection, run_folder: Path) -> tuple[socket.socket, str, str]:
@@ -58,30 +66,15 @@ def open_listener(section: GatewaySection, run_folder: Path) -> tuple[socket.soc
     return listener, address, token
 
 
-async def serve(config: Config, *, link: Link, listener: socket.socket, address: str, token: str) -> None:
-    """Serve until the orchestrator says to stop."""
+async def serve(
+    config: Config, *, link: Link, listener: socket.socket, address: str, token: str, policies: dict[str, Config] | None = None
+) -> None:
+    """Serve until the orchestrator says to stop. `policies` are those of a run of several, by name."""
     section = config.gateway
     assert section is not None, "the caller has looked"
-    tokenizer = load_tokenizer(config.model.path)
-    ends = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
     orchestrator = Orchestrator(link, address=address, episodes=Episodes(token.encode()))
-    turns = Turns(
-        orchestrator,
-        template=ChatTemplate(tokenizer, options=config.data.chat_template_kwargs, ends=ends.ids),
-        decode=decoder(tokenizer, ends=ends.of_model),
-        calls=parser_of(config.data.tool_call_parser, tokenizer, ends=ends.of_model),
-        max_turns=section.max_requests,
-        max_parallel=section.max_parallel,
-    )
-    gateway = Gateway(
-        orchestrator=orchestrator,
-        turns=turns,
-        section=section,
-        address=address,
-        run_token=token,
-        model=config.model.path.name,
-        max_tokens=config.rollout.max_tokens,
-    )
+    models = {name: model_of(one, orchestrator, section) for name, one in (policies or {config.model.path.name: config}).items()}
+    gateway = Gateway(orchestrator=orchestrator, models=models, section=section, address=address, run_token=token)
     server = server_of(gateway.app(), max_connections=64 + 4 * section.max_episodes)
     print(f"listening at {address}", flush=True)
     async with asyncio.TaskGroup() as group:
@@ -91,6 +84,21 @@ async def serve(config: Config, *, link: Link, listener: socket.socket, address:
         server.should_exit = True
         await serving
         connection.cancel()
+
+
+def model_of(config: Config, orchestrator: Orchestrator, section: GatewaySection) -> Model:
+    """Return what samples turns of one policy: each has a chat template and a tokenizer of its own."""
+    tokenizer = load_tokenizer(config.model.path)
+    ends = stop_tokens_of(config.model.path, tokenizer=tokenizer, extra=config.rollout.stop_token_ids)
+    turns = Turns(
+        orchestrator,
+        template=ChatTemplate(tokenizer, options=config.data.chat_template_kwargs, ends=ends.ids),
+        decode=decoder(tokenizer, ends=ends.of_model),
+        calls=parser_of(config.data.tool_call_parser, tokenizer, ends=ends.of_model),
+        max_turns=section.max_requests,
+        max_parallel=section.max_parallel,
+    )
+    return Model(turns=turns, max_tokens=config.rollout.max_tokens)
 
 
 if __name__ == "__main__":

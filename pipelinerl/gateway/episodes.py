@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.gateway.refusal import RequestRefused, ended
-from pipelinerl.messages import NO_NODE, EpisodeLent, Int32, LeaseEnd, Prompt, TurnSampled
+from pipelinerl.messages import NO_NODE, EpisodeLent, Int32, LeaseEnd, Prompt, TurnSampled, part_of
 
 MAX_ENDED = 1 << 12
 """Ended leases whose end is remembered, so that an agent is told why. Of an older one it is told less."""
@@ -65,6 +65,10 @@ class Episode:
     ends_at: float
     """On the loop's clock, in seconds."""
     max_context_tokens: int
+    model: str = ""
+    """The policy that samples its turns, of several; empty where there is one."""
+    parts: dict[str, Episode] = dataclasses.field(default_factory=dict)
+    """What each of several policies plays in it, by name."""
     nodes: dict[int, Node] = dataclasses.field(default_factory=dict)
     by_digest: dict[bytes, int] = dataclasses.field(default_factory=dict)
     """The turn that ends a conversation, by the conversation's digest."""
@@ -89,6 +93,20 @@ class Episode:
     def left_s(self) -> float:
         """Return the seconds until the attempt ends."""
         return max(0.0, self.ends_at - asyncio.get_running_loop().time())
+
+    @property
+    def played(self) -> tuple[Episode, ...]:
+        """What is played in it: its parts, or itself."""
+        return tuple(self.parts.values()) or (self,)
+
+    def part(self, model: str) -> Episode:
+        """Return what the policy of this name plays; of one policy, whatever the name. Raises `RequestRefused` for a name of none."""
+        if not self.parts:
+            return self
+        if model not in self.parts:
+            words = f"the model {model!r} does not exist: this run has {', '.join(self.parts)}. Name one of them as the model"
+            raise RequestRefused(404, words, code="model_not_found", param="model")
+        return self.parts[model]
 
     def add(self, node: Node, digest: bytes) -> None:
         """Note a turn that was sampled, and the digest of the conversation that it ends."""
@@ -130,23 +148,27 @@ class Episodes:
 
     def open(self, lent: EpisodeLent) -> Episode:
         """Note an attempt that was lent."""
-        episode = Episode(
-            lease=lent.lease,
-            rollout_id=lent.rollout_id,
-            attempt=lent.attempt,
-            prompt=lent.prompt,
-            ends_at=asyncio.get_running_loop().time() + lent.deadline_s,
-            max_context_tokens=lent.max_context_tokens,
-        )
+        about = {
+            "rollout_id": lent.rollout_id,
+            "attempt": lent.attempt,
+            "prompt": lent.prompt,
+            "ends_at": asyncio.get_running_loop().time() + lent.deadline_s,
+        }
+        parts = {
+            name: Episode(lease=part_of(lent.lease, name), model=name, max_context_tokens=most, **about)
+            for name, most in lent.models.items()
+        }
+        episode = Episode(lease=lent.lease, max_context_tokens=lent.max_context_tokens, parts=parts, **about)
         self._open[lent.lease] = episode
         return episode
 
     def extend(self, lease: str, *, by_s: float) -> None:
         """Note that an open attempt ends later: who waits for a turn of it waits on."""
         if (episode := self._open.get(lease)) is not None:
-            episode.ends_at += by_s
-            for answer in (answer for answers in episode.answers.values() for answer in answers):
-                answer.news.set()
+            for one in (episode, *episode.parts.values()):
+                one.ends_at += by_s
+                for answer in (answer for answers in one.answers.values() for answer in answers):
+                    answer.news.set()
 
     def close(self, lease: str, end: LeaseEnd, reason: str) -> None:
         """Note that an attempt is over; repeated, or unknown, it changes nothing."""
@@ -156,14 +178,16 @@ class Episodes:
         self._ended[lease] = episode
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        for answers in episode.answers.values():
-            for answer in answers:
-                if not answer.done.done():
-                    answer.done.set_exception(episode.ended)
-                    answer.done.exception()  # whoever waited may be gone
-                answer.news.set()
-        episode.nodes.clear()
-        episode.answers.clear()
+        for part in episode.played:
+            part.ended = episode.ended
+            for answers in part.answers.values():
+                for answer in answers:
+                    if not answer.done.done():
+                        answer.done.set_exception(episode.ended)
+                        answer.done.exception()  # whoever waited may be gone
+                    answer.news.set()
+            part.nodes.clear()
+            part.answers.clear()
         episode.over.set()
 
     def close_all(self, reason: str) -> None:

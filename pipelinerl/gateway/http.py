@@ -41,19 +41,25 @@ MAX_POLL_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What samples turns."""
+
+    turns: Turns
+    max_tokens: int
+    """Tokens of the longest turn."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
     """The handlers of all routes."""
 
     orchestrator: Orchestrator
-    turns: Turns
+    models: dict[str, Model]
+    """By the policy's name; of one policy, by the name of its model."""
     section: GatewaySection
     address: str
     """URL that agents reach it at."""
     run_token: str
-    model: str
-    """The model's name, for clients that ask for one."""
-    max_tokens: int
-    """Tokens of the longest turn."""
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -92,7 +98,8 @@ class Gateway:
                 "base_url": f"{self.address}/episodes/{episode.episode_id}/v1",
                 "episode_url": f"{self.address}/episodes/{episode.episode_id}",
                 "token": self.orchestrator.episodes.token(episode),
-                "model": self.model,
+                "model": next(iter(self.models)),
+                "models": list(self.models),
                 "deadline_s": episode.left_s(),
                 "max_context_tokens": episode.max_context_tokens,
                 "prompt": _prompt(episode.prompt),
@@ -108,11 +115,14 @@ class Gateway:
                 "num_given": len(node.given),
                 "num_sampled": len(node.turn.token_ids),
                 "policy_versions": sorted(set(node.turn.versions.tolist())),
-                "reward": episode.turn_rewards.get(node.index),
+                "reward": part.turn_rewards.get(node.index),
             }
-            for node in episode.nodes.values()
+            | ({"model": part.model} if part.model else {})
+            for part in episode.played
+            for node in part.nodes.values()
         ]
-        return _json({"episode_id": episode.episode_id, "attempt": episode.attempt, "turns": turns, "reward": episode.reward})
+        rewards = {"rewards": {name: part.reward for name, part in episode.parts.items()}} if episode.parts else {}
+        return _json({"episode_id": episode.episode_id, "attempt": episode.attempt, "turns": turns, "reward": episode.reward} | rewards)
 
     async def reward(self, request: Request) -> Response:
         episode = self._episode(request)
@@ -120,11 +130,14 @@ class Gateway:
         reward = _reward(body)
         if reward is None:
             raise wrong("reward is missing: expected a finite number", param="reward")
-        if (turn := body.get("turn")) is None:
-            episode.reward = reward
-        else:
-            episode.turn_rewards[_node(turn, episode)] = reward
-        return _json({"reward": episode.reward, "turns": {str(node): value for node, value in episode.turn_rewards.items()}})
+        turn, model = body.get("turn"), fields.text(body, "model")
+        if turn is None:
+            (episode.part(model) if model else episode).reward = reward
+            return _json(_rewards(episode.part(model) if model else episode))
+        named = (one for one in episode.played if isinstance(turn, str) and one.lease in turn)
+        part = episode.part(model) if model else next(named, None) or episode.part("")
+        part.turn_rewards[_node(turn, part)] = reward
+        return _json(_rewards(part))
 
     async def finish(self, request: Request) -> Response:
         return await self._end(request, is_failure=False)
@@ -141,6 +154,8 @@ class Gateway:
         if end is None:
             if (reward := _reward(body)) is not None:
                 episode.reward = reward
+            for name, value in _rewards_by_model(body).items():
+                episode.part(name).reward = value
             end = await self.orchestrator.finish(episode, error=error)
         if end is not wanted:
             assert episode.ended is not None, "it is set with the end"
@@ -151,42 +166,47 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         self._episode(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
-        return _json(model if "model" in request.path_params else {"object": "list", "data": [model]})
+        found = [{"id": name, "object": "model", "created": 0, "owned_by": "pipelinerl"} for name in self.models]
+        if (name := request.path_params.get("model")) is None:
+            return _json({"object": "list", "data": found})
+        return _json(next((one for one in found if one["id"] == name), None) or self._unknown(name, found[0]))
 
     async def chat(self, request: Request) -> Response:
-        episode = self._episode(request)
+        whole = self._episode(request)
         body = await self._body(request)
-        asked, wanted = chat_completions.read(body, max_tokens=self.max_tokens, max_messages=self.section.max_messages)
-        answers = self.turns.ask(episode, asked, retry=Retry.of(request.headers))
+        model, episode = self._chosen(body, whole)
+        asked, wanted = chat_completions.read(body, max_tokens=model.max_tokens, max_messages=self.section.max_messages)
+        answers = model.turns.ask(episode, asked, retry=Retry.of(request.headers))
         if asked.is_streamed:
-            return _events(chat_completions.stream(answers[0], asked, wanted, turns=self.turns, episode=episode))
-        return _json(await chat_completions.answer(answers, asked, wanted, turns=self.turns, episode=episode))
+            return _events(chat_completions.stream(answers[0], asked, wanted, turns=model.turns, episode=episode))
+        return _json(await chat_completions.answer(answers, asked, wanted, turns=model.turns, episode=episode))
 
     async def respond(self, request: Request) -> Response:
-        episode = self._episode(request)
+        whole = self._episode(request)
         body = await self._body(request)
+        model, episode = self._chosen(body, whole)
         asked, wanted = responses.read(
-            body, remembered=episode.responses, max_tokens=self.max_tokens, max_messages=self.section.max_messages
+            body, remembered=episode.responses, max_tokens=model.max_tokens, max_messages=self.section.max_messages
         )
-        one = self.turns.ask(episode, asked, retry=Retry.of(request.headers))[0]
+        one = model.turns.ask(episode, asked, retry=Retry.of(request.headers))[0]
 
         def remember(done: dict[str, Any]) -> None:
             turn = one.done.result()
-            said = self.turns.spoken(turn, asked, lease=episode.lease).message()
+            said = model.turns.spoken(turn, asked, lease=episode.lease).message()
             episode.responses[done["id"]] = [*(dict(message) for message in asked.messages), said]
 
         if asked.is_streamed:
-            return _events(responses.stream(one, asked, wanted, turns=self.turns, episode=episode, remember=remember))
-        done = await responses.answer(one, asked, wanted, turns=self.turns, episode=episode)
+            return _events(responses.stream(one, asked, wanted, turns=model.turns, episode=episode, remember=remember))
+        done = await responses.answer(one, asked, wanted, turns=model.turns, episode=episode)
         remember(done)
         return _json(done)
 
     async def generate(self, request: Request) -> Response:
-        episode = self.orchestrator.episodes.find(_bearer(request), episode_id=None)
+        found = self.orchestrator.episodes.find(_bearer(request), episode_id=None)
         body = await self._body(request)
-        token_ids, max_tokens = generate.read(body, max_tokens=self.max_tokens, max_context_tokens=episode.max_context_tokens)
-        one = self.turns.ask_tokens(episode, token_ids, max_tokens=max_tokens, retry=Retry.of(request.headers))[0]
+        model, episode = self._chosen(body, found)
+        token_ids, max_tokens = generate.read(body, max_tokens=model.max_tokens, max_context_tokens=episode.max_context_tokens)
+        one = model.turns.ask_tokens(episode, token_ids, max_tokens=max_tokens, retry=Retry.of(request.headers))[0]
         return _json(generate.answer(await whole(one, episode=episode), lease=episode.lease))
 
     # --- what they share ---
@@ -207,6 +227,17 @@ class Gateway:
     def _episode(self, request: Request, *, may_be_over: bool = False) -> Episode:
         episode_id = request.path_params["episode"]
         return self.orchestrator.episodes.find(_bearer(request), episode_id=episode_id, may_be_over=may_be_over)
+
+    def _chosen(self, body: dict[str, Any], episode: Episode) -> tuple[Model, Episode]:
+        """Return the model that a request names, and what that plays in an episode; of one policy alone, its own whatever the name."""
+        part = episode.part(fields.text(body, "model"))
+        return self.models[part.model] if part.model else next(iter(self.models.values())), part
+
+    def _unknown(self, name: str, only: dict[str, Any]) -> dict[str, Any]:
+        if len(self.models) == 1:
+            return only
+        words = f"the model {name!r} does not exist: this run has {', '.join(self.models)}"
+        raise RequestRefused(404, words, code="model_not_found", param="model")
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_json(request, max_bytes=self.section.max_body_bytes)
@@ -248,6 +279,18 @@ def _reward(body: dict[str, Any]) -> float | None:
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
         raise wrong(f"reward is {str(reward)[:80]!r}, expected a finite number", param="reward")
     return None if reward is None else float(reward)
+
+
+def _rewards(episode: Episode) -> dict[str, Any]:
+    return {"reward": episode.reward, "turns": {str(node): value for node, value in episode.turn_rewards.items()}}
+
+
+def _rewards_by_model(body: dict[str, Any]) -> dict[str, float]:
+    """Return the rewards that a request gives policies by their names."""
+    found = body.get("rewards") or {}
+    if not isinstance(found, dict):
+        raise wrong(f"rewards is {str(found)[:80]!r}, expected an object with a number for each model", param="rewards")
+    return {name: value for name, one in found.items() if (value := _reward({"reward": one})) is not None}
 
 
 def _node(turn: Any, episode: Episode) -> int:

@@ -27,6 +27,7 @@ from pipelinerl.messages import (
     GatewayReady,
     LeaseEnd,
     Message,
+    Posted,
     Stop,
     TurnSampled,
     TurnTokens,
@@ -136,6 +137,15 @@ class Orchestrator:
                 nodes=tuple(episode.turn_rewards),
                 rewards=tuple(episode.turn_rewards.values()),
                 error=error,
+                posted=tuple(
+                    Posted(
+                        model=name,
+                        reward=episode.reward if part.reward is None else part.reward,
+                        nodes=tuple(part.turn_rewards),
+                        rewards=tuple(part.turn_rewards.values()),
+                    )
+                    for name, part in episode.parts.items()
+                ),
             )
         )
         try:

@@ -60,8 +60,14 @@ def settings_in(policy: PolicySettings, run_folder: Path) -> Config:
 
 def roles_of_policy(policy: PolicySettings, run_folder: Path) -> tuple[Role, ...]:
     """The processes of a policy, beside the script."""
-    roles = engine_roles if policy.is_frozen else processes_beside_script
-    return roles(policy.config, folder_of_policy(run_folder, policy.name))
+    return roles_in(policy, folder_of_policy(run_folder, policy.name))
+
+
+def roles_in(policy: PolicySettings, folder: Path) -> tuple[Role, ...]:
+    """The same, by the policy's own folder."""
+    if policy.is_frozen:
+        return engine_roles(policy.config, folder)
+    return tuple(role for role in processes_beside_script(policy.config, folder) if policy.lends or role.name != "gateway-0")
 
 
 def check_policies(policies: Sequence[PolicySettings], *, is_dry: bool = False) -> list[Finding]:

@@ -71,9 +71,11 @@ from pipelinerl.messages.gateway import GatewayLoad as GatewayLoad
 from pipelinerl.messages.gateway import GatewayReady as GatewayReady
 from pipelinerl.messages.gateway import LeaseEnd as LeaseEnd
 from pipelinerl.messages.gateway import Lent as Lent
+from pipelinerl.messages.gateway import Posted as Posted
 from pipelinerl.messages.gateway import ToGateway as ToGateway
 from pipelinerl.messages.gateway import TurnSampled as TurnSampled
 from pipelinerl.messages.gateway import TurnTokens as TurnTokens
+from pipelinerl.messages.gateway import part_of as part_of
 from pipelinerl.messages.prm import EarlyStopDecision as EarlyStopDecision
 from pipelinerl.messages.prm import PrmLoad as PrmLoad
 from pipelinerl.messages.prm import PrmReady as PrmReady

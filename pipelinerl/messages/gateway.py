@@ -85,6 +85,10 @@ class EpisodeLent(Message, frozen=True):
     """Seconds until it must be finished."""
     max_context_tokens: int
     """Tokens of one path of the episode, its beginning included."""
+    models: Annotated[dict[Id, int], msgspec.Meta(max_length=256)] = msgspec.field(default_factory=dict)
+    """In a run of several policies: those that turns may be asked of, by name, each with its own `max_context_tokens`. The turns of each
+    are of a lease of their own, `part_of`.
+    """
 
 
 class EpisodeReturned(Message, frozen=True):
@@ -143,6 +147,19 @@ class TurnSampled(Message, frozen=True):
         check_lengths(self, "token_ids", "logprobs", "versions")
 
 
+class Posted(Message, frozen=True):
+    """The rewards that an agent has posted for what one of several policies has played."""
+
+    model: Id
+    reward: float | None = None
+    """See `EpisodeFinished`, here and below."""
+    nodes: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    rewards: Annotated[tuple[float, ...], msgspec.Meta(max_length=1 << 16)] = ()
+
+    def __post_init__(self) -> None:
+        _check_rewards(self)
+
+
 class EpisodeFinished(Message, frozen=True):
     """An agent ends its episode."""
 
@@ -155,11 +172,22 @@ class EpisodeFinished(Message, frozen=True):
     """One for each of `nodes`."""
     error: Text = ""
     """Why the agent gives up; empty where it has finished."""
+    posted: Annotated[tuple[Posted, ...], msgspec.Meta(max_length=256)] = ()
+    """In place of these rewards, in a run of several policies: those of each policy."""
 
     def __post_init__(self) -> None:
-        check_lengths(self, "nodes", "rewards")
-        if not all(map(math.isfinite, (*self.rewards, self.reward or 0.0))):
-            raise ValueError(f"EpisodeFinished: rewards {self.reward} and {list(self.rewards)}, expected finite ones")
+        _check_rewards(self)
+
+
+def part_of(lease: str, model: str) -> str:
+    """Name the lease of what one of several policies plays in an episode; of one policy alone it is the episode's."""
+    return f"{lease}.{model}" if model else lease
+
+
+def _check_rewards(said: Posted | EpisodeFinished) -> None:
+    check_lengths(said, "nodes", "rewards")
+    if not all(map(math.isfinite, (*said.rewards, said.reward or 0.0))):
+        raise ValueError(f"{type(said).__name__}: rewards {said.reward} and {list(said.rewards)}, expected finite ones")
 
 
 class EpisodeExtended(Message, frozen=True):
@@ -184,6 +212,8 @@ class Lent(Message, frozen=True):
     """[P] int32: what the agent began with, in place of the tokens that siblings of other runs share."""
     reward: float | None = None
     """The reward that the agent posted; None where the run's own functions score the rollout."""
+    episode: str = ""
+    """Names the episode, which is a rollout of each of several policies; empty in a run of one."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):

@@ -23,7 +23,7 @@ from orchestrator.peers.gateway import Gateway as GatewayPeer
 from orchestrator.peers.peers import Peers
 from orchestrator.rollouts.rollout import Rollout
 from orchestrator.stages.agent_turns import AgentTurns
-from orchestrator.stages.leasing import Leasing
+from orchestrator.stages.leasing import Leasing, Seat
 from pipelinerl.config import GatewaySection
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
@@ -33,7 +33,7 @@ from pipelinerl.engine.base import Limits, Sampled
 from pipelinerl.engine.loop import EngineLoop, Stager
 from pipelinerl.engine.stop_strings import StopStrings
 from pipelinerl.gateway.episodes import Episodes
-from pipelinerl.gateway.http import Gateway
+from pipelinerl.gateway.http import Gateway, Model
 from pipelinerl.gateway.limits import Protocol
 from pipelinerl.gateway.listening import Server
 from pipelinerl.gateway.orchestrator import Orchestrator
@@ -300,7 +300,8 @@ class Serving:
             max_tokens=self._max_tokens,
         )
         ledger = Ledger(None)
-        self.leasing = Leasing(gateway=peer, engines=self._engines, turns=turns, ledger=ledger, watch=watch, section=self.section)
+        seat = Seat(turns=turns, watch=watch, ledger=ledger)
+        self.leasing = Leasing(gateway=peer, seats={"": seat}, watch=watch, section=self.section)
         link = DescriptorLink(gateway_hub.connect("gateway-0", accepts=ToGateway))
         self.orchestrator = Orchestrator(link, address=self.address, episodes=Episodes(b"secret"))
         gateway = self._gateway()
@@ -346,12 +347,10 @@ class Serving:
         )
         return Gateway(
             orchestrator=self.orchestrator,
-            turns=turns,
+            models=dict.fromkeys(self._models, Model(turns=turns, max_tokens=256)),
             section=self.section,
             address=self.address,
             run_token=RUN_TOKEN,
-            model=MODEL,
-            max_tokens=256,
         )
 
     async def _serve_engine(self, link: MemoryLink) -> None:

@@ -85,7 +85,7 @@ def test_an_attempt_that_is_not_finished_in_time_is_lent_again_and_fails_in_the_
         (failed,) = desk.trajectories
         assert (failed.finish, failed.num_trained_tokens, failed.lent) == (Finish.ERROR, 0, None)
         assert failed.error == "2 attempts, the last: not finished within gateway.deadline_s = 0.2 s"
-        assert desk.leasing.turns.num_discarded_tokens == 5
+        assert desk.leasing.seats[""].turns.num_discarded_tokens == 5
 
 
 def test_a_finish_that_is_said_twice_is_answered_twice(tmp_path: Path) -> None:
