@@ -74,7 +74,7 @@ async def serve(
     assert section is not None, "the caller has looked"
     orchestrator = Orchestrator(link, address=address, episodes=Episodes(token.encode()))
     models = {name: model_of(one, orchestrator, section) for name, one in (policies or {config.model.path.name: config}).items()}
-    gateway = Gateway(orchestrator=orchestrator, models=models, section=section, address=address, run_token=token)
+    gateway = Gateway(orchestrator=orchestrator, policies=models, section=section, address=address, run_token=token)
     server = server_of(gateway.app(), max_connections=64 + 4 * section.max_episodes)
     print(f"listening at {address}", flush=True)
     async with asyncio.TaskGroup() as group:

@@ -54,7 +54,7 @@ class Gateway:
     """The handlers of all routes."""
 
     orchestrator: Orchestrator
-    models: dict[str, Model]
+    policies: dict[str, Model]
     """By the policy's name; of one policy, by the name of its model."""
     section: GatewaySection
     address: str
@@ -98,8 +98,8 @@ class Gateway:
                 "base_url": f"{self.address}/episodes/{episode.episode_id}/v1",
                 "episode_url": f"{self.address}/episodes/{episode.episode_id}",
                 "token": self.orchestrator.episodes.token(episode),
-                "model": next(iter(self.models)),
-                "models": list(self.models),
+                "model": next(iter(self.policies)),
+                "models": list(self.policies),
                 "deadline_s": episode.left_s(),
                 "max_context_tokens": episode.max_context_tokens,
                 "prompt": _prompt(episode.prompt),
@@ -166,7 +166,7 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         self._episode(request)
-        found = [{"id": name, "object": "model", "created": 0, "owned_by": "pipelinerl"} for name in self.models]
+        found = [{"id": name, "object": "model", "created": 0, "owned_by": "pipelinerl"} for name in self.policies]
         if (name := request.path_params.get("model")) is None:
             return _json({"object": "list", "data": found})
         return _json(next((one for one in found if one["id"] == name), None) or self._unknown(name, found[0]))
@@ -231,12 +231,12 @@ class Gateway:
     def _chosen(self, body: dict[str, Any], episode: Episode) -> tuple[Model, Episode]:
         """Return the model that a request names, and what that plays in an episode; of one policy alone, its own whatever the name."""
         part = episode.part(fields.text(body, "model"))
-        return self.models[part.model] if part.model else next(iter(self.models.values())), part
+        return self.policies[part.model] if part.model else next(iter(self.policies.values())), part
 
     def _unknown(self, name: str, only: dict[str, Any]) -> dict[str, Any]:
-        if len(self.models) == 1:
+        if len(self.policies) == 1:
             return only
-        words = f"the model {name!r} does not exist: this run has {', '.join(self.models)}"
+        words = f"the model {name!r} does not exist: this run has {', '.join(self.policies)}"
         raise RequestRefused(404, words, code="model_not_found", param="model")
 
     async def _body(self, request: Request) -> dict[str, Any]:

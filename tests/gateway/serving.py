@@ -177,9 +177,13 @@ class Serving:
         engine: AnEngine | None = None,
         stager: Stager | None = None,
         structured_outputs: tuple[dict[str, Any], ...] = (),
+        policies: tuple[str, ...] = (),
         **section: Any,
     ) -> None:
-        """`engine` and its `stager`: in place of the engine whose words are written; its tokens are bytes, too."""
+        """`engine` and its `stager`: in place of the engine whose words are written; its tokens are bytes, too. `policies`: the names of
+        several, of which the last is frozen; one engine speaks for all.
+        """
+        self._policies = policies
         self._calls = calls
         self._sampling = Sampling(max_tokens=256, structured_outputs=structured_outputs)
         self._max_context_tokens = max_context_tokens
@@ -219,7 +223,7 @@ class Serving:
 
     # --- for tests ---
 
-    def offer(self, text: str = "hello", *, name: str = "0/0", version: int = 0, **columns: Any) -> None:
+    def offer(self, text: str = "hello", *, name: str = "0/0", version: int = 0, policy: str = "", **columns: Any) -> None:
         """Have a rollout lent."""
         ids = np.array(self.tokenizer.encode(text), np.int32)
         prompt = Prompt(prompt_id="0:0", text=text, token_ids=ids, columns=columns)
@@ -234,7 +238,7 @@ class Serving:
             admitted_at=0.0,
             is_greedy=False,
         )
-        self.do(lambda: self.leasing.offer(rollout, then=self.trajectories.append))
+        self.do(lambda: self.leasing.offer(rollout, then=self.trajectories.append, policy=policy))
 
     def lend(self, client: httpx.Client, **prompt: Any) -> dict[str, Any]:
         """Offer a rollout, and take it as an agent."""
@@ -290,18 +294,20 @@ class Serving:
         self._engines = Engines(engine_peers, expected=1, watch=watch, credits=credits)
         self._engines.on_policy(WeightsCommitted, self._committed)
         peer = GatewayPeer(gateway_peers)
-        turns = AgentTurns(
-            gateway=peer,
-            engines=self._engines,
-            watch=watch,
-            section=self.section,
-            sampling=self._sampling,
-            max_context_tokens=self._max_context_tokens,
-            max_tokens=self._max_tokens,
-        )
-        ledger = Ledger(None)
-        seat = Seat(turns=turns, watch=watch, ledger=ledger)
-        self.leasing = Leasing(gateway=peer, seats={"": seat}, watch=watch, section=self.section)
+        ledger, others = Ledger(None), [Ledger(None) for _ in self._policies[1:]]
+        self.leasing = Leasing(gateway=peer, seats={}, watch=watch, section=self.section)
+        for number, name in enumerate(self._policies or ("",)):
+            turns = AgentTurns(
+                gateway=peer,
+                engines=self._engines,
+                watch=watch,
+                section=self.section,
+                sampling=self._sampling,
+                max_context_tokens=self._max_context_tokens,
+                max_tokens=self._max_tokens,
+            )
+            is_frozen = number and number == len(self._policies) - 1
+            self.leasing.seats[name] = Seat(turns=turns, watch=watch, ledger=None if is_frozen else [ledger, *others][number])
         link = DescriptorLink(gateway_hub.connect("gateway-0", accepts=ToGateway))
         self.orchestrator = Orchestrator(link, address=self.address, episodes=Episodes(b"secret"))
         gateway = self._gateway()
@@ -330,7 +336,8 @@ class Serving:
             for task in tasks:
                 task.cancel()
         link.close()
-        ledger.close()
+        for one in (ledger, *others):
+            one.close()
 
     def _committed(self, engine: Engine, committed: WeightsCommitted) -> None:
         engine.version = committed.version
@@ -347,7 +354,7 @@ class Serving:
         )
         return Gateway(
             orchestrator=self.orchestrator,
-            models=dict.fromkeys(self._models, Model(turns=turns, max_tokens=256)),
+            policies=dict.fromkeys(self._policies or (MODEL,), Model(turns=turns, max_tokens=256)),
             section=self.section,
             address=self.address,
             run_token=RUN_TOKEN,

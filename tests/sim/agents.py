@@ -20,9 +20,11 @@ from pipelinerl.messages import (
     GatewayLoad,
     GatewayReady,
     Message,
+    Posted,
     Stop,
     TurnSampled,
     TurnTokens,
+    part_of,
 )
 from tests.sim import peers
 from tests.sim.memory import MemoryLink
@@ -85,6 +87,9 @@ class _Agents:
                 assert isinstance(message, TurnTokens | EpisodeExtended), message
 
     async def _play(self, lent: EpisodeLent) -> None:
+        if lent.models:
+            await self._play_with_all(lent)
+            return
         given, parent, after, num_beside = lent.prompt.token_ids, NO_NODE, np.zeros(0, np.int32), 0
         for _ in range(MAX_TURNS):
             if self.chance.random() < self.world.vanish_fraction:
@@ -110,8 +115,34 @@ class _Agents:
             after = np.concatenate((after, given))
         self.link.send(EpisodeFinished(lease=lent.lease, reward=float(after.sum() % 2)))
 
-    async def _turn(self, lent: EpisodeLent, given: np.ndarray, parent: int) -> TurnSampled:
+    async def _play_with_all(self, lent: EpisodeLent) -> None:
+        """Speak with every policy in turns, with each in a conversation of its own."""
+        open_ones = {model: (lent.prompt.token_ids, NO_NODE, np.zeros(0, np.int32)) for model in lent.models}
+        sums = dict.fromkeys(lent.models, 0)
+        for _ in range(MAX_TURNS):
+            for model, (given, parent, after) in list(open_ones.items()):
+                if self.chance.random() < self.world.vanish_fraction:
+                    return
+                if self.chance.random() < self.world.give_up_fraction:
+                    self.link.send(EpisodeFinished(lease=lent.lease, error="simulated"))
+                    return
+                await asyncio.sleep(self.world.think_s * (0.5 + self.chance.random()))
+                turn = await self._turn(lent, given, parent, model=model)
+                if turn.error:
+                    self.link.send(EpisodeFinished(lease=lent.lease, error=turn.error))
+                    return
+                after = np.concatenate((after, turn.token_ids))
+                sums[model] = int(after.sum())
+                del open_ones[model]
+                if (said := peers.reply(after)) is not None:
+                    reply = np.array(said, np.int32)
+                    if len(lent.prompt.token_ids) + len(after) + len(reply) + self.world.mean_tokens <= lent.models[model]:
+                        open_ones[model] = (reply, turn.node, np.concatenate((after, reply)))
+        posted = tuple(Posted(model=model, reward=float(total % 2)) for model, total in sums.items())
+        self.link.send(EpisodeFinished(lease=lent.lease, posted=posted))
+
+    async def _turn(self, lent: EpisodeLent, given: np.ndarray, parent: int, *, model: str = "") -> TurnSampled:
         request_id = next(self.ids)
         answer = self.answers[request_id] = asyncio.get_running_loop().create_future()
-        self.link.send(AgentTurn(lease=lent.lease, request_id=request_id, parent=parent, token_ids=given, max_tokens=48))
+        self.link.send(AgentTurn(lease=part_of(lent.lease, model), request_id=request_id, parent=parent, token_ids=given, max_tokens=48))
         return await answer

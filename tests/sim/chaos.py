@@ -26,6 +26,7 @@ from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.run import Run, RunResult
 from orchestrator.scripted_run import ScriptedRun
+from orchestrator.stages.leasing import Table
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
@@ -202,6 +203,8 @@ class Chaos:
         self.step_rules: StepRules | None = None
         self.script: Callable[[ScriptedRun], Coroutine[Any, Any, None]] | None = None
         self.replays = False
+        self.lends = True
+        """False where another policy speaks with the gateway."""
         self.prompts: Callable[[int], Prompts] = Prompts
         self.disk = Disk(folder)
         self.kills: collections.Counter[str] = collections.Counter()
@@ -241,7 +244,9 @@ class Chaos:
     def make_hubs(self) -> list[MemoryHub]:
         return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer, FromGateway)]
 
-    def open_run(self, journal: Journal, *, in_script: bool) -> tuple[Run, Ledger, Answers | None]:
+    def open_run(
+        self, journal: Journal, *, in_script: bool, policy: str = "", table: Table | None = None
+    ) -> tuple[Run, Ledger, Answers | None]:
         """What a life of the orchestrator begins with."""
         ledger = Ledger(self.folder / "ledger.sqlite")
         answers = Answers(self.folder / ANSWERS_FILE) if self.replays else None
@@ -251,7 +256,9 @@ class Chaos:
                 engine_hub=self.hubs[0],
                 scorer_hub=self.hubs[1],
                 trainer_hub=self.hubs[2],
-                gateway_hub=self.hubs[3],
+                gateway_hub=self.hubs[3] if self.lends else None,
+                policy=policy,
+                table=table,
                 source=self.prompts(self.world.seed),
                 held_out=[],
                 group_advantages=self.group_advantages,
@@ -325,6 +332,8 @@ class Chaos:
             connect=lambda name: self.hubs[2].connect(name, accepts=ToTrainer),
             serve=self._trainer,
         )
+        if self.settings.gateway is not None and not self.lends:
+            return [*engines, scorer, trainer]
         if self.settings.gateway is not None:
             gateway = self._kept_alive(
                 "gateway-0",

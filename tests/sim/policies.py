@@ -17,6 +17,7 @@ from orchestrator.frozen_policy import FrozenPolicy
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.policies import Lane, PoliciesRun, all_driven
 from orchestrator.run import Run
+from orchestrator.stages.leasing import Table
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
@@ -86,6 +87,8 @@ class _Policies:
         self.folder = folder
         self.script = script
         self.trained = {name: self._chaos(name, config, faults, worlds) for name, config in trained.items()}
+        for number, chaos in enumerate(self.trained.values()):
+            chaos.lends = not number
         self.frozen = {name: self._chaos(name, config, faults, worlds) for name, config in frozen.items()}
 
     def _chaos(self, name: str, config: Config, faults: Mapping[str, Faults], worlds: Mapping[str, World]) -> Chaos:
@@ -126,9 +129,10 @@ class _Policies:
         with contextlib.ExitStack() as stack:
             opened: dict[str, tuple[Run, Ledger]] = {}
             clock = asyncio.get_running_loop().time
+            table = Table()
             for name, chaos in self.trained.items():
                 journal = stack.enter_context(contextlib.closing(Journal(chaos.folder, "orchestrator", clock=clock)))
-                run, ledger, _ = chaos.open_run(journal, in_script=True)
+                run, ledger, _ = chaos.open_run(journal, in_script=True, policy=name, table=table)
                 opened[name] = (run, ledger)
             lanes = [Lane(name=name, run=run, asked=self.trained[name].asked(run), launcher=None) for name, (run, _) in opened.items()]
             engines: list[asyncio.Task[None]] = []
@@ -145,6 +149,8 @@ class _Policies:
                     decode=str,
                     vocabulary=1000,
                 )
+                if table.leasing is not None:
+                    table.leasing.seats[name] = policy.seat(table.leasing)
                 lanes.append(Lane(name=name, run=policy, asked=policy, launcher=None))
                 engines += [asyncio.create_task(role) for role in chaos.engines()]
             main = asyncio.create_task(self._main(lanes))
