@@ -11,11 +11,11 @@ from pathlib import Path
 from orchestrator.advantages import MethodAdvantages
 from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import prompts_of
-from orchestrator.ledger.answers import ANSWERS_FILE, Answers
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.peers.bounds import experts_of, vocabulary_of
 from orchestrator.stages.leasing import Table
+from orchestrator.stages.script_replay import ScriptRecord
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.data.stop_tokens import stop_tokens_of
@@ -38,12 +38,12 @@ def opened(
     address: str,
     environment: Mapping[str, str],
     in_script: bool = False,
-    replays: bool = False,
+    record: ScriptRecord | None = None,
     policy: str = "",
     table: Table | None = None,
 ) -> Iterator[Dependencies]:
     """Open all of it for as long as the block runs, within a running event loop. `environment` names the launcher's lease, see
-    `pipelinerl.runtime.lease.fence_of`. `replays` has a script's calls recorded.
+    `pipelinerl.runtime.lease.fence_of`. `record` is a script's.
 
     `policy` is its name among several, which meet at the `table`: the first of them speaks with the gateway.
     """
@@ -93,7 +93,7 @@ def opened(
             vocabulary=vocabulary_of(config),
             experts=experts_of(config),
             in_script=in_script,
+            record=record,
             policy=policy,
             table=table,
-            answers=at_end.enter_context(contextlib.closing(Answers(run_folder / ANSWERS_FILE))) if replays else None,
         )

@@ -20,7 +20,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -30,12 +30,16 @@ from rich.console import Console
 from orchestrator.assembly import opened
 from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import PromptBuilder, longest_prompt
+from orchestrator.ledger.answers import ANSWERS_FILE, Answers
+from orchestrator.ledger.ledger import Ledger
 from orchestrator.run import Run
 from orchestrator.scripted_run import DemonstrationOf, Row, ScriptedRun
 from orchestrator.stages.leasing import Table
+from orchestrator.stages.script_replay import ScriptRecord
 from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
+from pipelinerl.config.nodes import NodesSection
 from pipelinerl.data.demonstrations import DemonstrationEncoder
 from pipelinerl.data.hub import resolved
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
@@ -86,7 +90,7 @@ class Controller:
 
     async def __aenter__(self) -> ScriptedRun:
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(ends_at_sigterm())
+            stack.enter_context(ends_at_signals(save_s=self._config.trainer.silent_after_s))
             early = stack.enter_context(begin_early(self._config))
             name = self._resume if isinstance(self._resume, str) else None
             earlier = resuming.find_run(self._config, name) if self._resume else None
@@ -101,9 +105,8 @@ class Controller:
             (folder / SCRIPT_FILE).write_text(json.dumps({"command": sys.orig_argv}))
             print(f"run folder: {earlier or folder}", flush=True)
             roles, _ = place(self._config, processes_beside_script(self._config, folder), usable_gpus())
-            run, scripted, launcher = open_run(
-                self._config, folder, roles=roles, lease=lease, early=early, replays=self._replay, stack=stack
-            )
+            record = open_record(folder, {"": folder}, stack=stack) if self._replay else None
+            run, scripted, launcher = open_run(self._config, folder, roles=roles, lease=lease, early=early, record=record, stack=stack)
             await stack.enter_async_context(driven(run, scripted, launcher=launcher))
             if self._config.gateway is not None:
                 print("\n".join(needed_by_agents(folder)), flush=True)
@@ -115,32 +118,57 @@ class Controller:
 
 
 @contextlib.contextmanager
-def ends_at_sigterm() -> Iterator[None]:
-    """Have SIGTERM, which clusters send before they end a job, leave the block as Ctrl-C does: what is trained is saved, and the process
-    ends with exit code 143. Another one changes nothing. Outside of the main thread signals are not heard.
+def ends_at_signals(*, save_s: float) -> Iterator[None]:
+    """Have SIGTERM, which clusters send before they end a job, and Ctrl-C leave the block: what is trained is saved, and the process ends
+    with exit code 143, or by `KeyboardInterrupt`.
+
+    Another one changes nothing: it says that a save is under way, and that this takes `save_s` at most. Outside of the main thread signals
+    are not heard.
     """
-    loop, script, is_told = asyncio.get_running_loop(), asyncio.current_task(), False
+    loop, script, told = asyncio.get_running_loop(), asyncio.current_task(), list[signal.Signals]()
     assert script is not None, "a block is entered by a task"
 
-    def end() -> None:
-        nonlocal is_told
-        if not is_told:
-            is_told = True
-            print("SIGTERM: the script is ended, and what it has trained is saved", file=sys.stderr, flush=True)
+    def end(number: signal.Signals) -> None:
+        words = f"being saved, which takes {save_s:g} s at most (trainer.silent_after_s); SIGKILL alone ends that"
+        said = f"what the script has trained is {words}" if told else "the script is ended, and what it has trained is saved"
+        print(f"{number.name}: {said}", file=sys.stderr, flush=True)
+        told.append(number)
+        if len(told) == 1:
             script.cancel()
 
     is_heard = threading.current_thread() is threading.main_thread()
-    if is_heard:
-        loop.add_signal_handler(signal.SIGTERM, end)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT) if is_heard}
+    for number in before:
+        loop.add_signal_handler(number, end, number)
     try:
         yield
     except asyncio.CancelledError:
-        if not is_told:
+        if not told:
             raise
+        if told[0] is signal.SIGINT:
+            raise KeyboardInterrupt from None
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
-        if is_heard:
-            loop.remove_signal_handler(signal.SIGTERM)
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+def open_record(folder: Path, policies: Mapping[str, Path], *, stack: contextlib.AsyncExitStack) -> ScriptRecord:
+    """Open the record of a script, in its run's folder, until `stack` ends; `policies` are the folders of those that are trained.
+
+    Raises `ScriptDiverged` where it does not lead to where the run stands.
+    """
+    answers = stack.enter_context(contextlib.closing(Answers(folder / ANSWERS_FILE)))
+    return ScriptRecord(answers, next_steps={name: _num_decided(own / "ledger.sqlite") for name, own in policies.items()})
+
+
+def _num_decided(path: Path) -> int:
+    """Return how many steps the scripts before have decided upon, as the ledger of a run has it, or will have."""
+    if not path.exists():
+        return 0
+    with contextlib.closing(Ledger(path)) as ledger:
+        return ledger.num_decided
 
 
 def open_run(
@@ -150,7 +178,7 @@ def open_run(
     roles: Sequence[Role],
     lease: Lease,
     early: EarlyProcesses,
-    replays: bool,
+    record: ScriptRecord | None,
     stack: contextlib.AsyncExitStack,
     policy: str = "",
     table: Table | None = None,
@@ -162,14 +190,15 @@ def open_run(
     allow_open_files()
     stack.enter_context(sidecars(folder, sidecars_of(config, folder)))
     environment = {EPOCH: str(lease.epoch)}
+    address = address_of(config.run.interface)
     given = stack.enter_context(
         opened(
             config,
             folder,
-            address=address_of(config.run.interface),
+            address=address,
             environment=environment,
             in_script=True,
-            replays=replays,
+            record=record,
             policy=policy,
             table=table,
         )
@@ -229,11 +258,24 @@ async def driven(
     except BaseException as error:
         run.stop(why_left(error), evaluates=False)
         with contextlib.suppress(PipelineError):  # one that ended the run was raised by a call of the script
-            await driving
+            await _ended(driving)
         raise
     finally:
         ready.cancel()
-    await driving
+    await _ended(driving)
+
+
+async def _ended(driving: asyncio.Task[None]) -> None:
+    """Wait until a run has saved and ended. Raises what has ended it; a cancellation meanwhile is raised afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not driving.done():
+        try:
+            await asyncio.wait((driving,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    driving.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 def why_left(error: BaseException) -> str:
@@ -290,8 +332,20 @@ def _own_prompt(builder: PromptBuilder, longest: int, number: int, row: Row) -> 
     return prompt
 
 
+_SENT_BY = {"slurm": "slurm", "kubernetes": "k8s", "ray": "ray"}
+"""The commands that send a run to several nodes, by the section that says how many."""
+
+
 def not_in_scripts(config: Config) -> Iterator[Finding]:
     """Name what a script's run cannot have, and what does nothing in it."""
+    for name in ("slurm", "kubernetes", "ray"):
+        nodes: NodesSection = getattr(config, name)
+        if (count := nodes.trainer_nodes + nodes.engine_nodes + nodes.scorer_nodes) > 1:
+            found = f"asks for {count} nodes, and a script starts all its processes on one machine"
+            keys = ", ".join(f"{name}.{key}" for key in ("trainer_nodes", "engine_nodes", "scorer_nodes") if key in nodes.model_fields_set)
+            without = f"run the config without a script: `pipelinerl {_SENT_BY[name]}`"
+            do = f"leave {keys} out, and start it on a machine with GPUs for all, or {without}"
+            yield Finding(Level.FAIL, name, found, do)
     for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
         if key in getattr(config, section).model_fields_set:
             yield note(f"{section}.{key}", f"does nothing in a script's run unless the script reads it: {instead} says it")

@@ -6,6 +6,7 @@ What it samples is no rollout of a ledger: nothing becomes of it but what the sc
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from orchestrator.ledger.answers import Kind
 from orchestrator.observe.status import EVERY_S
 from orchestrator.peers.asking import answer_of
 from orchestrator.peers.engines import Engines
@@ -24,6 +26,8 @@ from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.leasing import Leasing, Seat
+from orchestrator.stages.script_replay import ScriptRecord, ScriptReplay, decode_columns, encode_columns
+from orchestrator.stages.script_streams import ScriptStreams
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
 from pipelinerl.config import Config
@@ -33,9 +37,11 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch, wait_for
 from pipelinerl.transport.base import Hub
+from pipelinerl.transport.codec import Decoder, encode
 
 MAX_ATTEMPTS = 5
 """Times that a sequence is asked for: again where its engine is lost, or gives an impossible answer. More only repeats what fails."""
+_trajectories: Decoder[Trajectory] = Decoder(Trajectory)
 VERSION = 0
 """The only version of a policy that nothing trains."""
 
@@ -58,8 +64,11 @@ class FrozenPolicy:
         stop_token_ids: tuple[int, ...] = (),
         vocabulary: int | None = None,
         replace: Callable[[str], None] | None = None,
+        record: ScriptRecord | None = None,
     ) -> None:
-        """`prompt_of` makes a prompt of a number and a row, `decode` the text of a completion's tokens; `replace`: see `Peers`."""
+        """`prompt_of` makes a prompt of a number and a row, `decode` the text of a completion's tokens; `replace`: see `Peers`. `record` is
+        that of the script's calls, where it is led through them: no ledger has what a frozen policy said.
+        """
         self.name = name
         self.config = config
         self.folder = folder
@@ -73,6 +82,8 @@ class FrozenPolicy:
         self._watch = Watch(stall_limit_s=config.pipeline.stall_limit_s)
         self.waits = ScriptWaits(watch=self._watch, owner=f"policy {name}")
         """How calls of the script wait."""
+        self._streams = ScriptStreams(waits=self.waits)
+        self._replay = ScriptReplay(record, policy=name, waits=self.waits)
         peers = Peers(
             hub,
             role="engine",
@@ -102,6 +113,8 @@ class FrozenPolicy:
         self._slots = asyncio.Semaphore(config.max_running_rollouts)
         self._room = Room(what=f"what policy {name} sampled", bound_bytes=config.pipeline.queue_bytes)
         self._numbers = itertools.count()
+        self._longest = 0
+        """Tokens that its engines judge, as they said when they were there: they may be gone for a moment."""
         self._stopped = asyncio.Event()
         self._reason = "the script has ended"
 
@@ -110,21 +123,26 @@ class FrozenPolicy:
     def sample(self, prompts: Iterable[Prompt | Mapping[str, Any]], *, group: int | None = None) -> Stream[Trajectory]:
         """Have each prompt answered `group` times (`rollout.group_size`), from this moment on; see `ScriptedRun.sample`.
 
-        An answer that could not be had is a rollout whose `finish` is `ERROR`, as everywhere. Nobody minds what is not read.
+        Every answer has to be read. One that could not be had is a rollout whose `finish` is `ERROR`, as everywhere.
         """
         self.waits.check()
         size = self.config.rollout.group_size if group is None else group
         if size < 1:
             raise ScriptError(f"sample: group is {group}, expected 1 or more")
         asked = [one if isinstance(one, Prompt) else self._prompt_of(next(self._numbers), one) for one in prompts]
-        what = f"policy {self.name}, sample ({len(asked)} prompts, {len(asked) * size} answers)"
-        intake: Intake[Trajectory] = Intake(what=what, call=0, room=self._room, num_bytes=_num_bytes, num_left=len(asked) * size)
+        call = self._replay.begin("sample", (*((one.prompt_id, one.token_ids.tobytes()) for one in asked), size))
+        what = f"sample of policy {self.name} ({len(asked)} prompts, {len(asked) * size} answers)"
+        intake: Intake[Trajectory] = self._streams.begin(what, call=call, room=self._room, num_bytes=_num_bytes)
+        intake.num_left = len(asked) * size
         assert self.waits.tasks is not None, "calls come once the engines are there"
-        for prompt in asked:
-            number = next(self._numbers)
+        said = {event.words for event in self._replay.results(call)}
+        groups = [next(self._numbers) for _ in asked]
+        for place, (number, prompt) in enumerate(zip(groups, asked, strict=True)):
             for sibling in range(size):
-                self.waits.tasks.create_task(self._play(intake, prompt, number, sibling))
-        return Stream(intake, take=self._take, abandon=self._abandon)
+                if _place(place, sibling) not in said:
+                    self.waits.tasks.create_task(self._play(intake, prompt, number, sibling))
+        places = {number: place for place, number in enumerate(groups)}
+        return Stream(intake, take=functools.partial(self._take, places), abandon=self._streams.abandon)
 
     async def logprobs(self, rollouts: Sequence[Trajectory]) -> list[Float32]:
         """Return how likely the tokens of each rollout are to this policy, whoever sampled them: [L] float32, natural log, 0.0 where a
@@ -142,9 +160,13 @@ class FrozenPolicy:
             )
         for one in rollouts:
             self._check_length(one)
-        sampling = Sampling(max_tokens=1, has_prompt_logprobs=True)
-        asking = [self._judged(one, sampling) for one in rollouts]
-        return list(await self.waits.beside(_all(asking), f"engines of policy {self.name} to judge {len(asking)} rollouts"))
+        names = [f"{self.name}:{next(self._numbers)}" for _ in rollouts]
+        return await self._replay.wait(
+            self._replay.begin("logprobs", (one.rollout_id for one in rollouts)),
+            lambda: self._judge(names, rollouts),
+            encode=encode_columns,
+            decode=decode_columns,
+        )
 
     def seat(self, leasing: Leasing) -> Seat:
         """Return what lets agents ask for its turns, which are in no rollout and train nowhere."""
@@ -188,7 +210,8 @@ class FrozenPolicy:
 
     async def leave(self) -> None:
         """End it well."""
-        self.waits.check()
+        self._streams.check_all_read()
+        self._replay.check_over()
         self.stop(self._reason)
 
     # --- inside ---
@@ -196,6 +219,7 @@ class FrozenPolicy:
     async def _main(self) -> None:
         deadline_s = self.config.engine.ready_deadline_s
         await wait_for(self._engines.wait_until_ready(), peer=f"engines of policy {self.name}", what="to load", deadline_s=deadline_s)
+        self._longest = self._engines.max_model_tokens - 1
         async with asyncio.TaskGroup() as self.waits.tasks:
             self.ready.set()
             await self._watch.run()
@@ -224,8 +248,16 @@ class FrozenPolicy:
         )
         self.waits.changed.set()
 
-    async def _judged(self, rollout: Trajectory, sampling: Sampling) -> Float32:
-        name = f"{self.name}:{next(self._numbers)}"
+    async def _judge(self, names: Sequence[str], rollouts: Sequence[Trajectory]) -> list[Float32]:
+        what, reader = f"engines of policy {self.name} to judge {len(rollouts)} rollouts", asyncio.current_task()
+
+        def check() -> None:
+            self._streams.check_room(f"logprobs of policy {self.name}", (self._room,), reader=reader)
+
+        return await self.waits.beside(_all([self._judged(*one) for one in zip(names, rollouts, strict=True)]), what, check=check)
+
+    async def _judged(self, name: str, rollout: Trajectory) -> Float32:
+        sampling = Sampling(max_tokens=1, has_prompt_logprobs=True)
         request = Generate(rollout_id=name, attempt=0, token_ids=rollout.token_ids, sampling=sampling, images=rollout.prompt.images)
         async with self._slots:
             said = await self._answer(request)
@@ -244,23 +276,28 @@ class FrozenPolicy:
             words = words if completion is None else completion.error
         return unanswered(request.rollout_id, attempt=MAX_ATTEMPTS - 1, error=words)
 
-    async def _take(self, intake: Intake[Trajectory]) -> Trajectory | None:
+    async def _take(self, places: Mapping[int, int], intake: Intake[Trajectory]) -> list[Trajectory]:
+        """Wait until answers of a stream are due; `places` are those of its groups among the prompts that were asked for."""
+        intake.reader = asyncio.current_task()
+        if (event := await self._replay.take(intake.call)) is not None:
+            intake.num_left -= 1
+            return [_trajectories.decode(self._replay.body(event))]
         with self.waits.waiting(intake.what):
-            while not intake.ready:
+            while not (intake.is_due and self._replay.live.is_set()):
                 if intake.is_over:
-                    return None
+                    return []
                 self.waits.check()
+                self._replay.check_turn()
+                self._streams.check_room(intake.what, (self._room,), reader=intake.reader)
                 await self.waits.changed.wait()
-        result = intake.take()
+        taken = intake.take()
+        for one in taken if self._replay.is_recording else ():
+            self._replay.note(intake.call, Kind.RESULT, words=_place(places[one.group_id], one.sibling), body=encode(one))
         self.waits.changed.set()  # there is room
-        return result
-
-    def _abandon(self, intake: Intake[Any]) -> None:
-        intake.abandon()
-        self.waits.changed.set()  # there is room
+        return taken
 
     def _check_length(self, rollout: Trajectory) -> None:
-        longest, known = self._engines.max_model_tokens - 1, self._vocabulary
+        longest, known = self._longest, self._vocabulary
         if rollout.nodes is not None:
             raise ScriptError(f"logprobs: rollout {rollout.rollout_id} branches, and engines judge one sequence: ask for those that do not")
         if rollout.num_tokens > longest:
@@ -297,6 +334,11 @@ class FrozenPolicy:
 
 async def _all(asking: Sequence[Any]) -> list[Float32]:
     return list(await asyncio.gather(*asking))
+
+
+def _place(place: int, sibling: int) -> str:
+    """Name an answer in the record: its number is another one where tasks of the script have called in another order."""
+    return f"{place}/{sibling}"
 
 
 def _num_bytes(trajectory: Trajectory) -> int:

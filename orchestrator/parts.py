@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from orchestrator.data.prompt_progress import PromptProgress
-from orchestrator.ledger.answers import Answers
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.snapshot import InterruptedGroup, read_snapshot
 from orchestrator.observe.function_errors import FunctionErrors
@@ -41,7 +40,7 @@ from orchestrator.stages.agent_turns import AgentTurns
 from orchestrator.stages.alternation import Alternation
 from orchestrator.stages.leasing import Desk, Leasing, Seat, Table
 from orchestrator.stages.prompts import Source
-from orchestrator.stages.script_replay import ScriptReplay
+from orchestrator.stages.script_replay import ScriptRecord, ScriptReplay
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
@@ -89,7 +88,7 @@ class Dependencies:
     """Tokens that the model knows; None where its folder does not say."""
     experts: Experts | None = None
     """The size of a mixture of experts whose routes travel; None where none do."""
-    answers: Answers | None = None
+    record: ScriptRecord | None = None
     """The record of a script's calls, where it is led through them when it goes on."""
     scale: ScaleFolder | None = None
     """Where engines that join and leave are asked for; None where none do."""
@@ -326,12 +325,6 @@ class Parts:
             rules=self.given.step_rules,
             first_step=self.past.open_step,
         )
-
-    @property
-    def next_step(self) -> int:
-        """The first step that no script has decided upon."""
-        intended = self.past.intended
-        return self.past.open_step + (intended is not None and intended.step == self.past.open_step)
 
     @property
     def interrupted(self) -> tuple[InterruptedGroup, ...]:

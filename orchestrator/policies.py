@@ -27,11 +27,12 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from orchestrator.controller import Asked, Drivable, driven, ends_at_sigterm, not_in_scripts, open_run, prompt_maker, why_left
+from orchestrator.controller import Asked, Drivable, driven, ends_at_signals, not_in_scripts, open_record, open_run, prompt_maker, why_left
 from orchestrator.frozen_policy import FrozenPolicy
 from orchestrator.peers.bounds import vocabulary_of
 from orchestrator.scripted_run import ScriptedRun
 from orchestrator.stages.leasing import Table
+from orchestrator.stages.script_replay import ScriptRecord
 from pipelinerl.config import Config
 from pipelinerl.config.file import load
 from pipelinerl.config.policies import PolicySettings, policies_of
@@ -110,22 +111,25 @@ class Lane:
 class Policies:
     """A run of several policies that a script drives; `async with` starts all their processes, and saves and ends them at its end."""
 
-    def __init__(self, config: Config | Path | str, *overrides: str, resume: bool | str = False) -> None:
+    def __init__(self, config: Config | Path | str, *overrides: str, resume: bool | str = False, replay: bool = False) -> None:
         """`config` is a TOML file with a section `[policies.NAME]` for each policy, or what `pipelinerl.config.file.load` returns of one.
 
         `overrides` are as on the command line, `"policies.alice.engine.count=2"`. `resume` is as for `Controller`: each policy goes on at
-        the step after its own last that was trained or decided upon. Raises `ConfigError` with the problems of all policies.
+        the step after its own last that was trained or decided upon. `replay` is as for `Controller`: one record has the calls of all
+        policies in their order. Raises `ConfigError` with the problems of all policies.
         """
         if isinstance(config, Config) and overrides:
             raise ConfigError(f"Policies: overrides {', '.join(overrides)} are for a TOML file, and a Config was given: load it with them")
         self._config = config if isinstance(config, Config) else load(Path(config), overrides=overrides)
         self._settings = [dataclasses.replace(one, config=resolved(one.config)) for one in policies_of(self._config)]
         self._resume = resume
+        self._replay = replay
         self._at_end = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> PoliciesRun:
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(ends_at_sigterm())
+            save_s = max(one.config.trainer.silent_after_s for one in self._settings)
+            stack.enter_context(ends_at_signals(save_s=save_s))
             early = {one.name: stack.enter_context(begin_early(one.config, roles=_roles(one))) for one in self._settings}
             name = self._resume if isinstance(self._resume, str) else None
             earlier = resuming.find_run(self._config, name) if self._resume else None
@@ -137,6 +141,8 @@ class Policies:
             if earlier is not None:
                 make_ready(self._config, self._settings, folder)
             print(f"run folder: {earlier or folder}", flush=True)
+            trained = {one.name: folder_of_policy(folder, one.name) for one in self._settings if not one.is_frozen}
+            record = open_record(folder, trained, stack=stack) if self._replay else None
             placed = place_policies(self._settings, folder, usable_gpus())
             table = Table()
             lanes = [
@@ -146,6 +152,7 @@ class Policies:
                     roles=placed[one.name][0],
                     lease=leases[one.name],
                     early=early[one.name],
+                    record=record,
                     stack=stack,
                     table=table,
                 )
@@ -232,6 +239,7 @@ def _open(
     roles: Sequence[Role],
     lease: Lease,
     early: EarlyProcesses,
+    record: ScriptRecord | None,
     stack: contextlib.AsyncExitStack,
     table: Table,
 ) -> Lane:
@@ -240,7 +248,7 @@ def _open(
     (folder / SCRIPT_FILE).write_text(json.dumps({"command": sys.orig_argv}))
     if not policy.is_frozen:
         run, scripted, launcher = open_run(
-            config, folder, roles=roles, lease=lease, early=early, replays=False, stack=stack, policy=policy.name, table=table
+            config, folder, roles=roles, lease=lease, early=early, record=record, policy=policy.name, table=table, stack=stack
         )
         return Lane(name=policy.name, run=run, asked=scripted, launcher=launcher)
     hub = ZmqHub(folder, "engine", accepts=FromEngine, interface=address_of(config.run.interface))
@@ -260,6 +268,7 @@ def _open(
         stop_token_ids=stop_token_ids,
         vocabulary=vocabulary_of(config),
         replace=functools.partial(ask_to_replace, folder),
+        record=record,
     )
     if table.leasing is not None:
         table.leasing.seats[policy.name] = frozen.seat(table.leasing)

@@ -129,7 +129,7 @@ class Run:
     async def _main(self) -> None:
         await self._wait_for_peers()
         past, version = self.parts.past, self.pipeline.training.session.version
-        num_running = len(past.running_groups) if self.pipeline.script is None else self.pipeline.script.steps.num_intended_groups
+        num_running = len(past.running_groups) if self.pipeline.script is None else self.pipeline.script.steps.num_running_groups
         self.parts.admission.restore(accepted=past.num_assigned_groups, running=num_running, version=version)
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(self.parts.watch.run(), name="watchdog")

@@ -23,8 +23,8 @@ def script_of(parts: Parts, channels: Channels) -> Script | None:
     config, past, rules = parts.config, parts.past, parts.given.step_rules
     if not parts.given.in_script:
         return None
-    next_step, waits = parts.next_step, ScriptWaits(watch=parts.watch, owner=Script.name)
-    parts.replay = replay = ScriptReplay(parts.given.answers, next_step=next_step, waits=waits)
+    next_step, waits = past.num_decided, ScriptWaits(watch=parts.watch, owner=Script.name)
+    parts.replay = replay = ScriptReplay(parts.given.record, policy=parts.given.policy, waits=waits, write=parts.given.ledger.flush)
     bound = {"max_staleness": parts.schedule.max_staleness, "withhold": rules.withhold if rules is not None else None}
     trainer = {"trainer": parts.trainer, "num_replicas": config.trainer.layout.replicas, "alternation": parts.alternation}
     held = HeldPolicies(policies=channels.policies, published=channels.published, **trainer)
@@ -41,7 +41,6 @@ def script_of(parts: Parts, channels: Channels) -> Script | None:
         replay=replay,
         next_step=next_step,
         past=past,
-        intended=past.intended if next_step > past.open_step else None,
         max_row_tokens=config.batch.max_tokens,
         teachers=tuple(config.reference.teachers),
     )

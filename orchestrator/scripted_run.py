@@ -15,8 +15,9 @@ import numpy as np
 from orchestrator.ledger.rollouts import Counts
 from orchestrator.rollouts.trajectories import last_line
 from orchestrator.rules.batch import NO_FAILURE, Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
-from orchestrator.rules.script import ALL_STOPPED
+from orchestrator.rules.script import ALL_STOPPED, Made
 from orchestrator.run import Run
+from orchestrator.stages.script_replay import decode_columns, encode_columns
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Coming, Stream
 from pipelinerl.algorithms.step_loss import method_of_loss
@@ -131,7 +132,7 @@ class ScriptedRun:
             return [_prompts.decode(one) for one in prompts]
 
         return self._replay.answer(
-            self._replay.begin("prompts", count),
+            self._replay.begin("prompts", (count,)),
             lambda: [source.next() for _ in range(count)],
             encode=lambda prompts: msgspec.msgpack.encode([source.position, list(map(encode, prompts))]),
             decode=decode,
@@ -166,14 +167,14 @@ class ScriptedRun:
         """
         self._script.waits.check()
         groups = self._script.book.siblings(scored)
-        members = {member.trajectory.rollout_id: member for siblings in groups for member in siblings}
 
         def decode(body: bytes) -> _Verdict:
             rows, refused = msgspec.msgpack.decode(body)
+            members = {member.trajectory.rollout_id: member for siblings in groups for member in siblings}
             return [sample_of(members[name], np.frombuffer(column, np.float32)) for name, column in rows], refused
 
         samples, refused = self._replay.answer(
-            self._replay.begin("advantages", *((name, member.score.reward) for name, member in members.items())),
+            self._replay.begin("advantages", ((one.trajectory.rollout_id, one.score.reward) for siblings in groups for one in siblings)),
             lambda: self._decide(groups),
             encode=lambda found: msgspec.msgpack.encode(
                 [[(one.trajectory.rollout_id, one.advantages.tobytes()) for one in found[0]], found[1]]
@@ -183,6 +184,12 @@ class ScriptedRun:
         for group_id, status, reason in refused:
             self._script.book.refuse(group_id, TerminalStatus(status), reason)
         return samples
+
+    @property
+    def has_step_rule(self) -> bool:
+        """True where the method has a rule over a whole step: `advantages` is then given all groups of the step at once."""
+        rules = self._given.step_rules
+        return rules is not None and rules.step_advantages is not None
 
     def text(self, rollout: Trajectory) -> str:
         """Return the text of what was sampled, as rewards see it: of an episode that branches, the line that leads to its last turn."""
@@ -232,10 +239,10 @@ class ScriptedRun:
         if model == LogprobModel.REFERENCE and not self.config.reference.folders:
             raise ScriptError("logprobs: no reference. Set reference.path, to model.path for the model that the run begins with")
         return await self._replay.wait(
-            self._replay.begin("logprobs", str(model), *(one.rollout_id for one in rollouts)),
+            self._replay.begin("logprobs", (str(model), *(one.rollout_id for one in rollouts))),
             lambda: self._steps.logprobs(rollouts, model=LogprobModel(model)),
-            encode=lambda columns: msgspec.msgpack.encode([column.tobytes() for column in columns]),
-            decode=lambda body: [np.frombuffer(column, np.float32) for column in msgspec.msgpack.decode(body)],
+            encode=encode_columns,
+            decode=decode_columns,
         )
 
     async def publish(self) -> int:
@@ -321,23 +328,25 @@ class ScriptedRun:
 
     def _decide(self, groups: Iterable[Siblings]) -> _Verdict:
         """Return the rows that the method makes of groups, and which of them it refuses, and why."""
-        rules, kept = self._given.step_rules, list[tuple[Siblings, list[Any]]]()
+        rules, kept = self._given.step_rules, list[tuple[Siblings, tuple[Sample, ...]]]()
         refused: list[tuple[int, str, str]] = []
         for siblings in groups:
             usable = tuple(member for member in siblings if member.score.outcome in NO_FAILURE)
-            found = self._refusal(siblings, usable) or self._given.group_advantages(usable)
-            if isinstance(found, tuple):
-                refused.append((siblings[0].trajectory.group_id, *found))
-            elif isinstance(found, Filtered):
-                refused.append((siblings[0].trajectory.group_id, TerminalStatus.FILTERED, found.reason))
+            if (why := self._refusal(siblings, usable)) is not None:
+                refused.append((siblings[0].trajectory.group_id, *why))
+            elif isinstance(made := self._script.book.made_of(usable, self._make), Filtered):
+                refused.append((siblings[0].trajectory.group_id, TerminalStatus.FILTERED, made.reason))
             else:
-                kept.append((usable, found))
+                kept.append((usable, made))
         if kept and rules is not None and rules.step_advantages is not None:
-            usable_groups = [usable for usable, _ in kept]
-            kept = list(zip(usable_groups, rules.step_advantages(usable_groups), strict=True))
-        samples = [samples_of(usable, columns) for usable, columns in kept]
-        refused += [(usable[0].trajectory.group_id, *ALL_STOPPED) for (usable, _), found in zip(kept, samples, strict=True) if not found]
-        return [sample for found in samples for sample in found], refused
+            groups = [usable for usable, _ in kept]
+            kept = [(usable, samples_of(usable, columns)) for usable, columns in zip(groups, rules.step_advantages(groups), strict=True)]
+        refused += [(usable[0].trajectory.group_id, *ALL_STOPPED) for usable, rows in kept if not rows]
+        return [sample for _, rows in kept for sample in rows], refused
+
+    def _make(self, siblings: Siblings) -> Made:
+        found = self._given.group_advantages(siblings)
+        return found if isinstance(found, Filtered) else samples_of(siblings, found)
 
     def _prompt(self, prompt: Prompt | Row) -> Prompt:
         if isinstance(prompt, Prompt):

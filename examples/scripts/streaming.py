@@ -8,7 +8,7 @@ import sys
 
 from orchestrator.scripted_run import Coming, ScriptedRun
 from pipelinerl import Controller
-from pipelinerl.messages import ScoredTrajectory, StepDone
+from pipelinerl.messages import Sample, ScoredTrajectory, StepDone
 
 
 async def train(run: ScriptedRun) -> None:
@@ -31,13 +31,13 @@ async def train(run: ScriptedRun) -> None:
         for step in range(run.step, run.step + 1 + max_staleness):
             ask(step)
         while run.step < run.num_steps:
-            groups = list[list[ScoredTrajectory]]()
-            while len(groups) < num_groups:
-                if run.advantages(group := await ready.get()):
-                    groups.append(group)
+            step, rows, taken = list[ScoredTrajectory](), list[Sample](), 0
+            while taken < num_groups:
+                if made := run.advantages(group := await ready.get()):
+                    step, rows, taken = [*step, *group], [*rows, *made], taken + 1
                 else:  # the method has dropped it, or it is too old: another takes its place
                     tasks.create_task(answer(run.step))
-            tasks.create_task(publish(run.train(run.advantages(one for group in groups for one in group))))
+            tasks.create_task(publish(run.train(run.advantages(step) if run.has_step_rule else rows)))
 
 
 async def main() -> None:

@@ -210,12 +210,17 @@ class Ledger:
                 self.store.put(_RESCORED, _without_prompt(member), member.trajectory.rollout_id)
                 self.store.put(_IS_RESCORED[kind], 1, member.trajectory.rollout_id)
 
-    def intend(self, samples: Sequence[Sample], *, step: int, loss: StepLoss = OWN_LOSS) -> None:
-        """Note what a script trains as a step, and how, before any of it is assigned: a crash then leaves no half of a step."""
-        with self.transaction():
-            self.losses.say(step, loss)
-            self.set_advantages(samples)
-            self._set_state("intended", [step, [sample.trajectory.rollout_id for sample in samples]])
+    def decide(self, step: int, loss: StepLoss = OWN_LOSS) -> None:
+        """Note that a script has decided upon a step, and how it is trained. It stands in one transaction with all the step's groups, so a
+        crash leaves no half of a step.
+        """
+        self.losses.say(step, loss)
+        self._set_state("num_decided", step + 1)
+
+    @property
+    def num_decided(self) -> int:
+        """Return how many steps scripts have decided upon."""
+        return self.read_state("num_decided", 0)
 
     def assign(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """Note that a group becomes part of a step."""

@@ -65,15 +65,6 @@ class RecordedStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class IntendedStep:
-    """The step that a script has decided upon last."""
-
-    step: int
-    samples: tuple[Sample, ...]
-    """Those that were not assigned to it yet."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The point at which a run stands."""
 
@@ -100,8 +91,8 @@ class Snapshot:
     deaths: dict[str, dict[str, int]]
     """The number of deaths at which a prompt was present since it last came through, by role and prompt."""
 
-    intended: IntendedStep | None = None
-    """None in a run without a script, and before its first step."""
+    num_decided: int = 0
+    """Steps that scripts have decided upon; the last of them may not be closed."""
     evaluations: tuple[tuple[int, float], ...] = ()
     """The pairs (version, mean reward) of the evaluations that are done."""
 
@@ -137,7 +128,7 @@ def read_snapshot(ledger: Ledger) -> Snapshot:
             num_assigned_groups=ledger.read_state("num_assigned", 0),
             running_groups=frozenset({one.trajectory.group_id for one in scored} | {group.group_id for group in interrupted}),
             deaths=ledger.read_state("deaths", {}),
-            intended=_intended(ledger, {one.trajectory.rollout_id: one for one in scored}),
+            num_decided=ledger.num_decided,
             evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
         )
 
@@ -241,15 +232,6 @@ def with_prompt(scored: ScoredTrajectory, prompt: Prompt) -> ScoredTrajectory:
     if (lent := scored.trajectory.lent) is not None:
         prompt = msgspec.structs.replace(prompt, token_ids=lent.prompt_token_ids)
     return msgspec.structs.replace(scored, trajectory=msgspec.structs.replace(scored.trajectory, prompt=prompt))
-
-
-def _intended(ledger: Ledger, scored: Mapping[str, ScoredTrajectory]) -> IntendedStep | None:
-    if (found := ledger.read_state("intended", None)) is None:
-        return None
-    step, names = found
-    advantages = {name: column for name, _, column, *_ in ledger.store.rows("samples", "step IS NULL AND advantages IS NOT NULL")}
-    samples = [_sample(scored[name], np.frombuffer(advantages[name], np.float32)) for name in names if name in scored]
-    return IntendedStep(step=step, samples=tuple(samples))
 
 
 def _groups(scored: Iterable[ScoredTrajectory], *, baselines: Mapping[int, ScoredTrajectory]) -> tuple[tuple[ScoredTrajectory, ...], ...]:

@@ -20,11 +20,11 @@ it has no reward, the group has no baseline and fails whole: training it without
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pipelinerl.algorithms.staleness import measure
-from pipelinerl.messages import Float32, Group, Outcome, Sample, ScoredTrajectory, TerminalStatus
+from pipelinerl.messages import Float32, Group, Outcome, Sample, ScoredTrajectory, TerminalStatus, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,18 +248,28 @@ class BatchCut:
         return Verdict(group=group, step=self.step, samples=(), ended=(*ended, *lost), is_assigned=False)
 
     def _is_stale(self, siblings: Siblings) -> bool:
-        return is_stale(sampled_of(siblings), step=self.step, max_staleness=self._max_staleness, withhold=self._rules.withhold)
+        sampled = [sampled_under(member.trajectory, step=self.step) for member in sampled_of(siblings)]
+        return is_stale(sampled, step=self.step, max_staleness=self._max_staleness, withhold=self._rules.withhold)
 
 
-def is_stale(members: Siblings, *, step: int, max_staleness: int, withhold: int | None) -> bool:
-    """Return whether these are too old to be trained together in a step, see `StepRules.withhold`; what sampled no token never is."""
-    found = [measure(member.trajectory.versions, trained_version=step) for member in members]
-    ages = [age for age in found if age is not None]
-    if not ages:
+SampledUnder = tuple[int, int] | None
+"""The oldest and the newest version that sampled a token of a rollout; None where no token was sampled."""
+
+
+def sampled_under(trajectory: Trajectory, *, step: int) -> SampledUnder:
+    """Return the versions of a rollout's tokens. Raises `ValueError` where one is newer than the policy that `step` trains."""
+    age = measure(trajectory.versions, trained_version=step)
+    return None if age is None else (step - age.oldest, step - age.newest)
+
+
+def is_stale(sampled: Iterable[SampledUnder], *, step: int, max_staleness: int, withhold: int | None) -> bool:
+    """Return whether rollouts of these versions are too old to be trained together in a step, see `StepRules.withhold`."""
+    known = [versions for versions in sampled if versions is not None]
+    if not known:
         return False
     if withhold is None:
-        return max(age.oldest for age in ages) > max_staleness
-    return min(age.newest for age in ages) > min(withhold, max_staleness)
+        return step - min(oldest for oldest, _ in known) > max_staleness
+    return step - max(newest for _, newest in known) > min(withhold, max_staleness)
 
 
 def sampled_of(members: Siblings) -> Siblings:

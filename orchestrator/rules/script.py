@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from orchestrator.rules.batch import STOPPED_EARLY, Siblings, is_stale
-from orchestrator.rules.script_decisions import Decision, check_row, decision, left_out, score_of
+from orchestrator.rules.batch import STOPPED_EARLY, Filtered, SampledUnder, Siblings, is_stale, sampled_under
+from orchestrator.rules.script_decisions import Decision, check_finite, check_row, decision, left_out, score_of
 from pipelinerl.errors import NobodySends, NothingTrained, RolloutsUnread, ScriptError, TrainedTwice
 from pipelinerl.messages import Group, Sample, ScoredTrajectory, TerminalStatus, Trajectory
 
@@ -24,6 +25,10 @@ ALL_STOPPED = (TerminalStatus.FILTERED, STOPPED_EARLY)
 TOO_OLD = "oldest token over {} versions old"
 MAX_REMEMBERED = 1 << 16
 """Groups that are over whose end is remembered for error messages. More only costs memory."""
+
+
+Made = tuple[Sample, ...] | Filtered
+"""The rows of siblings, or why the method filters them out."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -37,6 +42,10 @@ class _OpenGroup:
     """Those of them that a coin has stopped early."""
     in_scoring: set[str] = dataclasses.field(default_factory=set)
     scores: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
+    sampled: dict[str, SampledUnder] = dataclasses.field(default_factory=dict)
+    """The versions of those whose age was asked for: they are what they are, however often it is."""
+    made: tuple[Siblings, Made] | None = None
+    """What the method has made of these siblings, when it was asked last."""
     refused: tuple[TerminalStatus, str] | None = None
     """Why its advantages were refused: it ends so unless it is trained nevertheless."""
 
@@ -149,7 +158,15 @@ class ScriptBook:
 
     def is_too_old(self, members: Siblings) -> bool:
         """Return whether siblings cannot train together in the step that comes next."""
-        return is_stale(members, step=self.step, max_staleness=self._max_staleness, withhold=self._withhold)
+        sampled = [self._sampled_under(member.trajectory) for member in members]
+        return is_stale(sampled, step=self.step, max_staleness=self._max_staleness, withhold=self._withhold)
+
+    def made_of(self, siblings: Siblings, make: Callable[[Siblings], Made]) -> Made:
+        """Return what the method makes of siblings that have a reward; it is not asked again about the very same ones."""
+        group = self._open[siblings[0].trajectory.group_id]
+        if group.made is None or len(group.made[0]) != len(siblings) or not all(map(operator.is_, group.made[0], siblings)):
+            group.made = (siblings, make(siblings))
+        return group.made[1]
 
     def refuse(self, group_id: int, status: TerminalStatus, reason: str) -> None:
         """Note that a group gets no advantages, and how it ends unless the script trains it nevertheless."""
@@ -226,6 +243,14 @@ class ScriptBook:
 
     # --- inside ---
 
+    def _sampled_under(self, trajectory: Trajectory) -> SampledUnder:
+        known = self._open[trajectory.group_id].sampled
+        try:
+            return known[trajectory.rollout_id]
+        except KeyError:
+            found = known[trajectory.rollout_id] = sampled_under(trajectory, step=self.step)
+            return found
+
     def _check_step_is_left(self, *, call: str) -> None:
         if self.step >= self._num_steps:
             raise NobodySends(
@@ -249,6 +274,7 @@ class ScriptBook:
             names.add(trajectory.rollout_id)
             check_row(sample, group.scores.get(trajectory.rollout_id), stops_early=self._stops_early)
             offered.setdefault(trajectory.group_id, []).append(sample)
+        check_finite(rows)
         for group_id in offered:
             self._check_is_settled(group_id)
         return offered
@@ -266,8 +292,8 @@ class ScriptBook:
 
     def _group_of(self, trajectory: Trajectory, *, call: str) -> _OpenGroup:
         """Return the group of a rollout that the script has read."""
-        if self.holds(trajectory):
-            return self._open[trajectory.group_id]
+        if (group := self._open.get(trajectory.group_id)) is not None and group.members.get(trajectory.rollout_id) is trajectory:
+            return group
         if words := self.whose(trajectory):
             raise ScriptError(f"{call}: rollout {trajectory.rollout_id}: {words}")
         if trajectory.group_id not in self._open and trajectory.group_id in self._ended:

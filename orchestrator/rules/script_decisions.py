@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,18 +31,6 @@ class Decision:
     """The others."""
     is_filtered: bool = False
     """True where the method's filter has dropped it."""
-
-
-def finish(samples: Iterable[Sample], scored: Iterable[ScoredTrajectory], *, step: int) -> list[Decision]:
-    """Return the decisions that an interrupted process of the run had made about these samples of a step; `scored` are siblings, too."""
-    chosen: dict[int, list[Sample]] = {}
-    for sample in samples:
-        chosen.setdefault(sample.trajectory.group_id, []).append(sample)
-    members: dict[int, list[ScoredTrajectory]] = {group_id: [] for group_id in chosen}
-    for member in scored:
-        if member.trajectory.group_id in chosen:
-            members[member.trajectory.group_id].append(member)
-    return [decision(group_id, tuple(members[group_id]), own, step=step) for group_id, own in chosen.items()]
 
 
 def decision(group_id: int, members: Siblings, samples: Sequence[Sample], *, step: int) -> Decision:
@@ -75,13 +64,20 @@ def check_row(sample: Sample, scored: ScoredTrajectory | None, *, stops_early: b
         raise ScriptError(
             f"train: rollout {trajectory.rollout_id} was stopped early, and the others weigh for it. Leave it out of the rows"
         )
-    if not np.isfinite(sample.advantages).all() or not np.isfinite(sample.reward):
-        raise ScriptError(f"train: rollout {trajectory.rollout_id} has a reward or an advantage that is not finite")
     if scored is not None and (sample.reward != scored.score.reward or sample.weight != scored.weight):
         raise ScriptError(
             f"train: rollout {trajectory.rollout_id} comes with the reward {sample.reward} and was scored {scored.score.reward}"
             f" ({scored.score.outcome}): what changes a reward belongs into the advantages, the reward stays what was scored"
         )
+
+
+def check_finite(rows: Sequence[Sample]) -> None:
+    """Raise `ScriptError` where a number is none; all rows are looked at together."""
+    if all(math.isfinite(row.reward) for row in rows) and np.isfinite(np.concatenate([row.advantages for row in rows] or [()])).all():
+        return
+    for row in rows:
+        if not math.isfinite(row.reward) or not np.isfinite(row.advantages).all():
+            raise ScriptError(f"train: rollout {row.trajectory.rollout_id} has a reward or an advantage that is not finite")
 
 
 def score_of(trajectory: Trajectory, reward: float | None, *, is_stopped: bool) -> Score:

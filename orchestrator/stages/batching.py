@@ -88,9 +88,10 @@ class Batching:
 
     async def _take(self, scored: ScoredTrajectory) -> None:
         if (group := self.grouping.add(scored)) is not None:
-            await self.decide(group)
+            await self.deliver(self.decide(group))
 
-    async def decide(self, group: Group) -> None:
+    def decide(self, group: Group) -> Verdict:
+        """Have the cut say what becomes of a group, and book it."""
         verdict = self.cut.take(group)
         now = asyncio.get_running_loop().time()
         with self.ledger.transaction():
@@ -104,6 +105,10 @@ class Batching:
             raise Stalled(
                 f"the last {self._num_dropped} groups were all dropped, so no step fills; rollouts so far by reason: {reasons}{causes}"
             )
+        return verdict
+
+    async def deliver(self, verdict: Verdict) -> None:
+        """Pack the samples that leave with a group, and close the step that it completes."""
         for sample in verdict.delivered:
             await self._pack(verdict.step, self.packing.add(sample))
         if verdict.closes_step:

@@ -19,9 +19,10 @@ from orchestrator.rules.script import ScriptBook
 from orchestrator.stages.prompts import Drawn
 from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_steps import ScriptSteps
+from orchestrator.stages.script_streams import ScriptStreams
 from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Intake, Room, Stream
-from pipelinerl.errors import NobodySends, RolloutsUnread, ScriptError
+from pipelinerl.errors import NobodySends, ScriptError
 from pipelinerl.messages import EarlyStopDecision, Message, Outcome, Prompt, Score, ScoredTrajectory, TraceScores, Trajectory
 from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.transport.codec import Decoder, encode
@@ -91,25 +92,20 @@ class Script:
     """By group."""
     _scoring: dict[str, Intake[ScoredTrajectory]] = dataclasses.field(default_factory=dict)
     """By rollout."""
-    _intakes: list[Intake[Any]] = dataclasses.field(default_factory=list)
-    """Those of the streams that are not over, and some that are."""
-    _abandoned: list[Intake[Any]] = dataclasses.field(default_factory=list)
     _arrived: dict[int, int] = dataclasses.field(default_factory=dict)
     """Rollouts of groups that are being sampled that are there."""
     _rollouts: Room = dataclasses.field(init=False)
     _scores: Room = dataclasses.field(init=False)
     _scored_before: dict[str, ScoredTrajectory] = dataclasses.field(default_factory=dict)
     """Recorded scores of rollouts whose turn has not come."""
-    _num_calls: int = 0
-    _loop: asyncio.AbstractEventLoop | None = None
+    _streams: ScriptStreams = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self._rollouts = Room(what="rollouts that were sampled", bound_bytes=self.queue_bytes)
         self._scores = Room(what="rollouts that were scored", bound_bytes=self.queue_bytes)
-        self.waits.check_streams = self._check_streams
+        self._streams = ScriptStreams(waits=self.waits)
 
     async def run(self) -> None:
-        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as self.waits.tasks:
             self.waits.tasks.create_task(self.steps.go_on())
             await self.replay.live.wait()
@@ -127,10 +123,9 @@ class Script:
         self.check()
         self.book.check_sample(step)
         size = (num_siblings or self.num_siblings) + self.adds_greedy
-        call = self.replay.begin("sample", *((one.prompt_id, one.token_ids.tobytes()) for one in prompts), size, step)
-        intake: Intake[Trajectory] = self._begin(
-            f"sample ({len(prompts)} prompts, {len(prompts) * size} rollouts)", call, room=self._rollouts, num_bytes=_bytes_of_rollout
-        )
+        call = self.replay.begin("sample", (*((one.prompt_id, one.token_ids.tobytes()) for one in prompts), size, step))
+        what = f"sample ({len(prompts)} prompts, {len(prompts) * size} rollouts)"
+        intake: Intake[Trajectory] = self._streams.begin(what, call=call, room=self._rollouts, num_bytes=_bytes_of_rollout)
         intake.num_left, intake.num_unadmitted, intake.step = len(prompts) * size, len(prompts), step
         position, then = self.position(), functools.partial(self._hear_admitted, intake, size)
         groups = self.replay.admitted(call)
@@ -141,7 +136,7 @@ class Script:
         waiting = list(prompts)[len(groups) :]
         self._asked += [(step, Drawn(prompt=prompt, position=position, num_siblings=num_siblings, then=then)) for prompt in waiting]
         self._has_asked.set()
-        return Stream(intake, take=self._take, abandon=self._abandon)
+        return Stream(intake, take=self._take, abandon=self._streams.abandon)
 
     def score(self, rollouts: Iterable[Trajectory] | AsyncIterable[Trajectory]) -> Stream[ScoredTrajectory]:
         """Have rollouts scored; the stream gives each as its score is there. Raises `TrainedTwice` and `ScriptError`, of rollouts that are
@@ -151,8 +146,8 @@ class Script:
         is_stream = isinstance(rollouts, AsyncIterable)
         known = [] if is_stream else list(rollouts)
         self._check_whole(known)
-        call = self.replay.begin("score", is_stream, *(one.rollout_id for one in known))
-        intake: Intake[ScoredTrajectory] = self._begin("score", call, room=self._scores, num_bytes=_bytes_of_scored)
+        call = self.replay.begin("score", (is_stream, *(one.rollout_id for one in known)))
+        intake: Intake[ScoredTrajectory] = self._streams.begin("score", call=call, room=self._scores, num_bytes=_bytes_of_scored)
         if is_stream:
             intake.is_whole = False
             feeding = self._score_each(rollouts, intake)
@@ -162,61 +157,49 @@ class Script:
         feeder = self.waits.tasks.create_task(feeding)
         self.waits.feeders.add(feeder)
         feeder.add_done_callback(self.waits.feeders.discard)
-        return Stream(intake, take=self._take, abandon=self._abandon)
+        return Stream(intake, take=self._take, abandon=self._streams.abandon)
 
     def check(self) -> None:
         """Raise what has ended the run; `RolloutsUnread` where a stream was let go of before its end."""
         self.waits.check()
 
-    def _check_streams(self) -> None:
-        if self._abandoned:
-            abandoned, self._abandoned = self._abandoned, []
-            self._intakes = [intake for intake in self._intakes if not intake.is_abandoned]
-            raise RolloutsUnread(f"{_words(abandoned)}: the stream was let go of before its end. Read it to the end, or ask for less")
-
     def check_all_read(self) -> None:
         """Raise `RolloutsUnread` where something that was asked for was not read."""
-        self.check()
-        if unread := [intake for intake in self._intakes if not intake.is_over]:
-            raise RolloutsUnread(f"{_words(unread)}: the script ends, and nobody can read it any more. Read every stream to its end")
+        self._streams.check_all_read()
 
     # --- streams ---
 
-    def _begin(self, what: str, call: int, *, room: Room, num_bytes: Callable[[Any], int]) -> Intake[Any]:
-        self._num_calls += 1
-        intake: Intake[Any] = Intake(what=f"call {self._num_calls}, {what}", call=call, room=room, num_bytes=num_bytes)
-        if not self._num_calls % 64:
-            self._intakes = [one for one in self._intakes if not one.is_over]
-        self._intakes.append(intake)
-        return intake
-
-    async def _take(self, intake: Intake[_T]) -> _T | None:
-        """Wait for the next result of a stream; None at its end."""
+    async def _take(self, intake: Intake[_T]) -> list[_T]:
+        """Wait until results of a stream are due, and give them to the script; none at its end."""
         intake.reader = asyncio.current_task()
         if (event := await self.replay.take(intake.call)) is not None:
             intake.num_left -= 1
-            return self._again(event)
-        if not self._may_take(intake) and not await self._wait_for_result(intake):
-            return None
-        result = intake.take()
+            return [self._again(event)]
+        if not self._may_take(intake) and (intake.is_finished or not await self._wait_for_result(intake)):
+            return []
+        taken = intake.take()
+        for result in taken:
+            self._note_read(intake, result)
+        self._has_room.set()
+        return taken
+
+    def _note_read(self, intake: Intake[Any], result: Any) -> None:
+        """Note that the script has a result."""
         if isinstance(result, Trajectory):
             self._read(result)
-            self.replay.note(
-                intake.call, Kind.RESULT, words=result.rollout_id, number=result.group_id, body=functools.partial(encode, result)
-            )
-        elif isinstance(result, ScoredTrajectory):
-            body = functools.partial(encode, _Judged(score=result.score, steps=result.steps, early_stop=result.early_stop))
+            if self.replay.is_recording:
+                self.replay.note(intake.call, Kind.RESULT, words=result.rollout_id, number=result.group_id, body=encode(result))
+        elif self.replay.is_recording and isinstance(result, ScoredTrajectory):
+            body = encode(_Judged(score=result.score, steps=result.steps, early_stop=result.early_stop))
             self.replay.note(intake.call, Kind.RESULT, words=result.trajectory.rollout_id, body=body)
-        self._has_room.set()
-        return result
 
     def _may_take(self, intake: Intake[Any]) -> bool:
-        """Return whether a stream has a result; those that the record does not hold come after all that it holds."""
-        return bool(intake.ready) and self.replay.live.is_set()
+        """Return whether results of a stream are due; those that the record does not hold come after all that it holds."""
+        return intake.is_due and self.replay.live.is_set()
 
     async def _wait_for_result(self, intake: Intake[Any]) -> bool:
         """Wait until a stream has a result; return whether one comes."""
-        with self.waits.waiting(intake.what):
+        with self.waits.waiting(intake.what), self.waits.changed.reaching(intake.changed):
             while not self._may_take(intake):
                 if intake.failure is not None:
                     raise intake.failure
@@ -226,8 +209,7 @@ class Script:
                 self.replay.check_turn()
                 if self.replay.live.is_set():
                     self._check_somebody_sends(intake)
-                with self.waits.changed.reaching(intake.changed):
-                    await intake.changed.wait()
+                await intake.changed.wait()
         return True
 
     def _again(self, event: Event) -> Any:
@@ -258,25 +240,13 @@ class Script:
                 f"{intake.what}: engines sleep since step {self.book.step - 1} was handed to the trainer, whose devices they share"
                 f' (pipeline.placement is "colocated"), and go on under policy {self.book.step}. Publish first'
             )
-        if (full := next((room for room in (self._rollouts, self._scores) if room.is_full), None)) is None:
-            return
-        if unread := [one for one in self._intakes if one.ready and one.room is full and one.reader is intake.reader]:
-            raise RolloutsUnread(
-                f"{intake.what}: {full.what} and not read fill their room ({full.bound_bytes} bytes, pipeline.queue_bytes), and the task"
-                f" that waits here is the one that reads them: {_words(unread)}. Read those first, or in a task of their own"
-            )
+        self._streams.check_room(intake.what, (self._rollouts, self._scores), reader=intake.reader)
 
     def _sleeps_until_published(self, intake: Intake[Any]) -> bool:
         """Return whether engines sleep that a stream waits for, and only the task that waits here could have them woken."""
-        is_scored = intake in self._scoring.values()  # which takes no engine
-        sleeps = self.steps.held.puts_engines_to_sleep(self.book.step)
-        return sleeps and not is_scored and intake.reader not in self.waits.feeders and self.waits.is_only_caller(intake.reader)
-
-    def _abandon(self, intake: Intake[Any]) -> None:
-        intake.abandon()
-        self._abandoned.append(intake)
-        if self._loop is not None and not self._loop.is_closed():  # a stream may be let go of in any thread
-            self._loop.call_soon_threadsafe(self.waits.changed.set)
+        if not self.steps.held.puts_engines_to_sleep(self.book.step) or intake in self._scoring.values():  # a score takes no engine
+            return False
+        return intake.reader not in self.waits.feeders and self.waits.is_only_caller(intake.reader)
 
     # --- rollouts ---
 
@@ -299,20 +269,25 @@ class Script:
         intake.num_unadmitted -= 1
         if group_id < 0:
             intake.num_left -= num_siblings
+            intake.changed.set()
         else:
             self._sampling[group_id] = intake
             self.group_sizes[group_id] = num_siblings
             self.book.admitted(group_id, num_siblings=num_siblings)
-        intake.changed.set()
 
     async def _hear_rollouts(self) -> None:
         async for trajectory in self.sampled:
-            await self._wait_for_room(self._rollouts)
+            if self._rollouts.is_full:
+                await self._wait_for_room(self._rollouts)
             self._arrive(trajectory)
 
     def _arrive(self, trajectory: Trajectory) -> None:
-        self._sampling[trajectory.group_id].put(trajectory)
+        intake = self._sampling[trajectory.group_id]
         self._count(trajectory.group_id)
+        if intake.then is None or intake.ready or self.to_score.is_full or trajectory.rollout_id in self.unfinished:
+            intake.put(trajectory)
+        else:
+            intake.then(trajectory)
 
     def _count(self, group_id: int) -> None:
         """Count a rollout that is there; the last of its group is the last to expect."""
@@ -359,6 +334,8 @@ class Script:
 
     async def _score_each(self, rollouts: AsyncIterable[Trajectory], intake: Intake[ScoredTrajectory]) -> None:
         given: list[Trajectory] = []
+        if not self.compares_siblings and isinstance(rollouts, Stream) and rollouts.intake.room is self._rollouts:
+            rollouts.intake.then = functools.partial(self._score_at_once, rollouts.intake, intake)
         try:
             async for rollout in rollouts:
                 if self._begin_scoring(rollout, intake):
@@ -368,11 +345,22 @@ class Script:
         except Exception as error:  # the script's own iterator, or a misuse: the call that reads the scores raises it
             intake.failure = error
         intake.is_whole = True
-        intake.changed.set()
+        if intake.is_over or intake.is_due:
+            intake.changed.set()
+
+    def _score_at_once(self, source: Intake[Trajectory], intake: Intake[ScoredTrajectory], rollout: Trajectory) -> None:
+        """Have a rollout scored that has just come, of a stream that is scored as it comes: nobody is woken but by the last."""
+        source.num_left -= 1
+        self._note_read(source, rollout)
+        if self._begin_scoring(rollout, intake):
+            self.to_score.put_now(rollout)  # bounded: a full channel has it wait with the others
+        if source.is_over:
+            source.changed.set()
 
     async def _hear_scores(self) -> None:
         async for scored in self.scored:
-            await self._wait_for_room(self._scores)
+            if self._scores.is_full:
+                await self._wait_for_room(self._scores)
             self._take_score(scored)
 
     def _take_score(self, scored: ScoredTrajectory) -> None:
@@ -380,15 +368,10 @@ class Script:
         self._scoring.pop(scored.trajectory.rollout_id).put(scored)
 
     async def _wait_for_room(self, room: Room) -> None:
-        if room.is_full:
-            self.waits.changed.set()  # who waits for something else looks whether it is the one to read
+        self.waits.changed.set_all()  # who waits for something else looks whether it is the one to read
         while room.is_full:
             with self.waits.changed.reaching(self._has_room):
                 await self._has_room.wait()
-
-
-def _words(intakes: Sequence[Intake[Any]]) -> str:
-    return "; ".join(f"{intake.what}: {intake.num_left or 'some'} results not read" for intake in intakes)
 
 
 def _bytes_of_rollout(trajectory: Trajectory) -> int:

@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.ledger.snapshot import IntendedStep, Snapshot
-from orchestrator.ledger.step_losses import OWN_LOSS, StepLoss
+from orchestrator.ledger.snapshot import Snapshot
+from orchestrator.ledger.step_losses import StepLoss
 from orchestrator.recovery.checkpoints import Checkpoints
 from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.batch import Verdict
 from orchestrator.rules.script import ScriptBook
 from orchestrator.rules.script_cut import ScriptCut
-from orchestrator.rules.script_decisions import SCRIPT, Decision, finish
+from orchestrator.rules.script_decisions import SCRIPT, Decision
 from orchestrator.rules.validation.trainer import TrainerProgress, logprobs_computed
 from orchestrator.rules.validation.violations import Violation
 from orchestrator.stages.batching import Batching
@@ -37,6 +38,7 @@ from pipelinerl.messages import (
     MicroBatch,
     Sample,
     SaveCheckpoint,
+    ScoredTrajectory,
     StepDone,
     TerminalStatus,
     Trajectory,
@@ -65,8 +67,6 @@ class ScriptSteps:
     """The first step that no script has decided upon."""
     past: Snapshot
     """Where the run stood when this process began."""
-    intended: IntendedStep | None
-    """The step that the script before has decided upon, where it was not closed."""
     max_row_tokens: int
     teachers: Sequence[str] = ()
     """The names by which rows choose their teacher."""
@@ -76,8 +76,8 @@ class ScriptSteps:
     """Set when the script has trained every step and needs nobody any more."""
     _done: dict[int, StepDone] = dataclasses.field(default_factory=dict)
     """What the trainer said of steps, until the script hears of it."""
-    _under_way: set[int] = dataclasses.field(default_factory=set)
-    """The steps that the script has decided upon and the trainer has not done."""
+    _under_way: set[int] = dataclasses.field(init=False)
+    """The steps that were decided upon and that the trainer has not done."""
     _last_turn: asyncio.Event | None = None
     """Set once everything that was asked for is given to the trainer; None where nothing was."""
     _request_ids: itertools.count[int] = dataclasses.field(default_factory=itertools.count)
@@ -87,8 +87,9 @@ class ScriptSteps:
 
     def __post_init__(self) -> None:
         self.admission.next_step = self.next_step
+        self._under_way = set(range(self.past.num_done, self.next_step))
         self.cut = ScriptCut(first_step=self.past.open_step)
-        self.held.on_moved = self.waits.changed.set
+        self.held.on_moved = self._on_moved
 
     def join(self, stages: Iterable[Stage]) -> None:
         """Take the stage that carries decisions out, and hear what the trainer says to the one that speaks with it."""
@@ -99,32 +100,31 @@ class ScriptSteps:
                 stage.session.on(LogprobsComputed, self._hear_logprobs, check=self._check_logprobs)
 
     @property
-    def num_intended_groups(self) -> int:
-        """Groups of the interrupted step that are not assigned to it yet."""
-        return 0 if self.intended is None else len({sample.trajectory.group_id for sample in self.intended.samples})
+    def num_running_groups(self) -> int:
+        """Groups that the script before has asked for and this one awaits."""
+        return len(self.past.running_groups & self.replay.groups)
 
     # --- what the script calls ---
 
     def train(self, rows: Sequence[Sample], *, loss: str) -> Coming[StepDone]:
         """Have rows trained as the next step, by the loss of this name. Raises as `ScriptBook.train`."""
         self.waits.check()
-        decisions, given = self.book.train(rows)
-        call = self._begin("train", loss, *((row.trajectory.rollout_id, row.reward, row.advantages.tobytes()) for row in rows))
-        for scored in () if self.replay.is_recorded(call) else given:
-            self.ledger.record_score(scored, now_s=asyncio.get_running_loop().time(), by=SCRIPT)
-        return self._step(call, decisions, StepLoss(name=loss))
+        decisions, scored = self.book.train(rows)
+        given = ((row.trajectory.rollout_id, row.reward, row.advantages.tobytes()) for row in rows)
+        call = self._begin("train", itertools.chain([loss], given))
+        return self._step(call, decisions, StepLoss(name=loss), scored=scored)
 
     def sft(self, rows: Sequence[Demonstration]) -> Coming[StepDone]:
         """Have demonstrations trained as the next step. Raises as `ScriptBook.sft`."""
         self.waits.check()
         decisions = self.book.sft(len(rows))
-        call = self._begin("sft", *((row.num_prompt, row.token_ids.tobytes()) for row in rows))
+        call = self._begin("sft", ((row.num_prompt, row.token_ids.tobytes()) for row in rows))
         return self._step(call, decisions, StepLoss(name=SFT, demonstrations=tuple(rows)))
 
     async def drop_refused(self) -> None:
         """End the groups whose advantages were refused, and wait until that is booked and what was decided before is trained."""
         decisions = self.book.drops()
-        await self.waits.beside(self._in_turn(lambda: self._carry_out(decisions)), "batching to book what was dropped")
+        await self.waits.beside(self._in_turn(lambda: self._drop(decisions)), "batching to book what was dropped")
         await self.waits.until(lambda: None if self._under_way else True, "the trainer to finish what was decided")
 
     async def publish(self, version: int) -> int:
@@ -155,6 +155,11 @@ class ScriptSteps:
         return await self.waits.beside(work, f"the trainer to compute log-probabilities under the {model}")
 
     # --- what the trainer says ---
+
+    def _on_moved(self) -> None:
+        """Hear of a policy; who waits for engines that sleep until it is published hears of it, too."""
+        changed = self.waits.changed
+        (changed.set_all if self.held.puts_engines_to_sleep(self.book.step) else changed.set)()
 
     def hear_done(self, done: StepDone) -> None:
         """Hear that a step is done; the policy before it can be published no more."""
@@ -204,22 +209,23 @@ class ScriptSteps:
                 found += _by_rollout(rows, self._computed.logprobs)
         return found
 
-    def _begin(self, name: str, *given: object) -> int:
+    def _begin(self, name: str, given: Iterable[object]) -> int:
         """Record the call that makes the next step, before the ledger hears of it."""
-        call = self.replay.begin(name, *given, step=self.book.step - 1)
+        call = self.replay.begin(name, given, step=self.book.step - 1)
         self.replay.flush()
         return call
 
-    def _step(self, call: int, decisions: Sequence[Decision], loss: StepLoss) -> Coming[StepDone]:
+    def _step(
+        self, call: int, decisions: Sequence[Decision], loss: StepLoss, *, scored: Sequence[ScoredTrajectory] = ()
+    ) -> Coming[StepDone]:
         step = self.book.step - 1
-        if step >= self.past.open_step:
-            if self.replay.is_recorded(call):  # it was interrupted
-                decisions = [one for one in decisions if one.group.group_id in self.past.running_groups]
+        if step >= self.next_step:  # else it was decided upon before, and `go_on` finishes it
             self.admission.next_step = max(self.admission.next_step, step + 1)
             self._under_way.add(step)
             assert self.waits.tasks is not None, "calls come once the stages run"
-            self.waits.tasks.create_task(self._in_turn(lambda: self._carry_out(decisions, closes=step, loss=loss)))
-            self.waits.changed.set()  # who waits for what is too old now hears of it
+            self.waits.tasks.create_task(self._in_turn(lambda: self._train(decisions, step=step, loss=loss, scored=scored)))
+            if self.book.is_out_of_reach(self.book.step):
+                self.waits.changed.set_all()  # who waits for what is too old now hears of it
         return Coming(lambda: self._wait_for(call, step))
 
     async def _wait_for(self, call: int, step: int) -> StepDone:
@@ -229,22 +235,40 @@ class ScriptSteps:
 
     async def _hear(self, step: int) -> StepDone:
         if step < self.past.num_done:  # what the trainer said of it was lost with the process that heard it
-            return StepDone(step=step, metrics={})
-        done = await self.waits.until(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
+            done = StepDone(step=step, metrics={})
+        else:
+            done = await self.waits.until(lambda: self._done.pop(step, None), f"the trainer to finish step {step}")
         self.replay.done(step, encode(done))
         return done
 
-    async def _carry_out(self, decisions: Sequence[Decision], *, closes: int | None = None, loss: StepLoss = OWN_LOSS) -> None:
-        """Have batching carry out what was decided, and close the step `closes`."""
+    async def _train(self, decisions: Sequence[Decision], *, step: int, loss: StepLoss, scored: Sequence[ScoredTrajectory]) -> None:
+        with self.ledger.transaction():
+            for one in scored:
+                self.ledger.record_score(one, now_s=asyncio.get_running_loop().time(), by=SCRIPT)
+            verdicts = self._book(decisions)
+            self.ledger.decide(step, loss)
+        await self._deliver(verdicts)
+        await self._close(step, loss)
+
+    async def _drop(self, decisions: Sequence[Decision]) -> None:
+        await self._deliver(self._book(decisions))
+
+    def _book(self, decisions: Sequence[Decision]) -> list[Verdict]:
+        """Have batching book what was decided."""
         assert self.batching is not None, "the stages were joined"
-        if closes is not None:
-            self.ledger.intend([sample for decision in decisions for sample in decision.samples], step=closes, loss=loss)
         for decision in decisions:
             self.cut.decide(decision)
-            await self.batching.decide(decision.group)
-        if closes is not None:
-            counts = self.cut.close()
-            await self.batching.close_step(closes, *((loss.num_tokens, len(loss.demonstrations)) if loss.demonstrations else counts))
+        return [self.batching.decide(decision.group) for decision in decisions]
+
+    async def _deliver(self, verdicts: Sequence[Verdict]) -> None:
+        assert self.batching is not None, "the stages were joined"
+        for verdict in verdicts:
+            await self.batching.deliver(verdict)
+
+    async def _close(self, step: int, loss: StepLoss) -> None:
+        assert self.batching is not None, "the stages were joined"
+        counts = self.cut.close()
+        await self.batching.close_step(step, *((loss.num_tokens, len(loss.demonstrations)) if loss.demonstrations else counts))
 
     def _batches_of(self, rollouts: Sequence[Trajectory], *, step: int) -> list[MicroBatch]:
         """Lay rollouts, in their order, into rows."""
@@ -260,35 +284,27 @@ class ScriptSteps:
 
     def go_on(self) -> Coroutine[Any, Any, None]:
         """Finish the step in which the script before was interrupted, before anything that this one asks for."""
-        decisions = self._forsake()
+        self._forsake()
 
         async def finish_it() -> None:
             assert self.batching is not None, "the stages were joined"
-            if (open_step := self.past.steps.get(self.past.open_step)) is not None:
+            step = self.past.open_step
+            if (open_step := self.past.steps.get(step)) is not None:
                 await self.batching.restore(open_step)
-            if self.intended is not None and not self.replay.is_kept:
-                await self._carry_out(decisions, closes=self.intended.step, loss=self.ledger.losses.of(self.intended.step))
+            if step < self.next_step:
+                await self._close(step, self.ledger.losses.of(step))
 
         return self._in_turn(finish_it)
 
-    def _forsake(self) -> list[Decision]:
-        """Cancel what the script before has asked for and not trained; return what it had decided about the step that it was interrupted
-        in.
-        """
-        decisions = finish(self.intended.samples, self.past.scored, step=self.intended.step) if self.intended is not None else []
-        kept = self.replay.groups or {decision.group.group_id for decision in decisions}
-        scored = {one.trajectory.rollout_id for one in self.past.scored}
-        now_s = asyncio.get_running_loop().time()
+    def _forsake(self) -> None:
+        """Cancel what the script before has asked for and not trained, but for what this one is led to."""
+        gone, now_s = self.past.running_groups - self.replay.groups, asyncio.get_running_loop().time()
         with self.ledger.transaction():
             for name, rollout in self.ledger.rollouts_in_flight().items():
-                is_left = rollout.group_id in self.past.running_groups and (
-                    rollout.group_id not in kept or (name not in scored and not self.replay.is_kept)
-                )
-                if is_left:
+                if rollout.group_id in gone:
                     self.ledger.end(name, TerminalStatus.CANCELLED, now_s=now_s, reason=SCRIPT_GONE)
-            for group_id in sorted(self.past.running_groups - kept):
+            for group_id in sorted(gone):
                 self.ledger.drop(group_id, step=self.next_step)
-        return decisions
 
 
 def _by_rollout(rows: Sequence[MicroBatch], logprobs: Float32) -> list[Float32]:

@@ -17,20 +17,20 @@ _T = TypeVar("_T")
 
 
 class Changes(Signal):
-    """Wakes everyone who waits for anything, those too who wait for one stream alone."""
+    """Wakes who waits for anything but a stream; `set_all` those, too, who wait for one stream alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self._others: collections.Counter[Signal] = collections.Counter()
 
-    def set(self) -> None:
-        super().set()
+    def set_all(self) -> None:
+        self.set()
         for signal in self._others:
             signal.set()
 
     @contextmanager
     def reaching(self, signal: Signal) -> Iterator[None]:
-        """Wake, within the block, those too who wait for `signal`."""
+        """Have `set_all` wake, within the block, those too who wait for `signal`."""
         self._others[signal] += 1
         try:
             yield
@@ -48,7 +48,9 @@ class ScriptWaits:
     owner: str
     """The stage in whose name calls wait."""
     changed: Changes = dataclasses.field(default_factory=Changes)
-    """Set whenever something may be there that a call waits for; not for each result of a stream, which has a signal of its own."""
+    """Set whenever something may be there that a call waits for. A stream has a signal of its own, for its results: so what many streams
+    wait for wakes one task, and not all of theirs.
+    """
     feeders: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
     """Tasks of the stage that wait on nobody's behalf."""
     check_streams: Callable[[], None] = lambda: None
@@ -68,7 +70,7 @@ class ScriptWaits:
     def fail(self, error: BaseException) -> None:
         """End every wait of the script with this error."""
         self._failure = self._failure or error
-        self.changed.set()
+        self.changed.set_all()
 
     def check(self) -> None:
         """Raise what has ended the run, or what `check_streams` finds."""
@@ -76,21 +78,22 @@ class ScriptWaits:
             raise self._failure
         self.check_streams()
 
-    async def until(self, look: Callable[[], _T | None], what: str) -> _T:
-        """Wait until `look` gives something. Raises what has ended the run."""
+    async def until(self, look: Callable[[], _T | None], what: str, *, check: Callable[[], None] = lambda: None) -> _T:
+        """Wait until `look` gives something. Raises what has ended the run, and what `check` raises."""
         with self.waiting(what):
             while (found := look()) is None:
                 self.check()
+                check()
                 await self.changed.wait()
         return found
 
-    async def beside(self, work: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Wait for work of the run's own. Raises what has ended the run."""
+    async def beside(self, work: Coroutine[Any, Any, _T], what: str, *, check: Callable[[], None] = lambda: None) -> _T:
+        """Wait for work of the run's own. Raises as `until` does."""
         assert self.tasks is not None, "calls come once the stages run"
         task = self.tasks.create_task(work)
         task.add_done_callback(lambda _: self.changed.set())
         # Work that was cancelled says that the run is over, and why is told in a moment.
-        return (await self.until(lambda: task if task.done() and not task.cancelled() else None, what)).result()
+        return (await self.until(lambda: task if task.done() and not task.cancelled() else None, what, check=check)).result()
 
     def is_only_caller(self, task: asyncio.Task[Any] | None) -> bool:
         """Return whether no other task of the script that has waited for something goes on."""

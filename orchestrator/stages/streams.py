@@ -49,10 +49,14 @@ class Intake(Generic[_T]):
     """The step that they are for."""
     is_whole: bool = True
     """False while more may be asked for."""
+    then: Callable[[_T], None] | None = None
+    """Takes each result as it comes, in place of a reader, where there is room for it further on."""
+    is_awaited_whole: bool = False
+    """True where a reader awaits all results at once: it is woken once, by the last, or where they fill their room."""
     ready: collections.deque[_T] = dataclasses.field(default_factory=collections.deque)
     failure: BaseException | None = None
     changed: Signal = dataclasses.field(default_factory=Signal)
-    """Set when a result is there, or is not awaited any more."""
+    """Set when results are due, or not awaited any more."""
     reader: asyncio.Task[Any] | None = dataclasses.field(default_factory=asyncio.current_task)
     """The task that has made the stream, or read it last."""
     is_abandoned: bool = False
@@ -61,19 +65,33 @@ class Intake(Generic[_T]):
     @property
     def is_over(self) -> bool:
         """True where the script has all that will come."""
-        return self.failure is not None or (self.is_whole and not self.num_left)
+        return self.failure is not None or self.is_finished
+
+    @property
+    def is_finished(self) -> bool:
+        """True where the script has all that it has asked for."""
+        return self.is_whole and not self.num_left
+
+    @property
+    def is_due(self) -> bool:
+        """True where there is something for the reader."""
+        if not self.is_awaited_whole:
+            return bool(self.ready)
+        return bool(self.ready) and ((self.is_whole and len(self.ready) == self.num_left) or self.room.is_full)
 
     def put(self, result: _T) -> None:
         if not self.is_abandoned:
             self.ready.append(result)
             self.room.num_bytes += self.num_bytes(result)
-            self.changed.set()
+            if self.is_due:
+                self.changed.set()
 
-    def take(self) -> _T:
-        result = self.ready.popleft()
-        self.room.num_bytes -= self.num_bytes(result)
-        self.num_left -= 1
-        return result
+    def take(self) -> list[_T]:
+        """Take the next result, or all that are there where they are awaited at once."""
+        taken = [self.ready.popleft() for _ in range(len(self.ready) if self.is_awaited_whole else 1)]
+        self.room.num_bytes -= sum(map(self.num_bytes, taken))
+        self.num_left -= len(taken)
+        return taken
 
     def abandon(self) -> None:
         """Note that nobody can read any more, and give the room back."""
@@ -86,10 +104,12 @@ class Stream(Generic[_T]):
     """The end of a stream at which a script reads: an async iterator, and an awaitable of all results."""
 
     def __init__(
-        self, intake: Intake[_T], *, take: Callable[[Intake[_T]], Awaitable[_T | None]], abandon: Callable[[Intake[Any]], None]
+        self, intake: Intake[_T], *, take: Callable[[Intake[_T]], Awaitable[list[_T]]], abandon: Callable[[Intake[Any]], None]
     ) -> None:
-        """`take` waits for the next result, None at the end; `abandon` is told of a stream that is let go of before its end."""
-        self._intake = intake
+        """`take` waits until results are due, and gives them, none at the end; `abandon` is told of a stream that is let go of before
+        its end.
+        """
+        self.intake = intake
         self._take = take
         self._abandon = abandon
 
@@ -97,19 +117,23 @@ class Stream(Generic[_T]):
         return self
 
     async def __anext__(self) -> _T:
-        if (result := await self._take(self._intake)) is None:
+        self.intake.is_awaited_whole = False
+        if not (taken := await self._take(self.intake)):
             raise StopAsyncIteration
-        return result
+        return taken[0]
 
     def __await__(self) -> Generator[Any, None, list[_T]]:
         return self._all().__await__()
 
     def __del__(self) -> None:
-        if not self._intake.is_over:
-            self._abandon(self._intake)
+        if not self.intake.is_over:
+            self._abandon(self.intake)
 
     async def _all(self) -> list[_T]:
-        return [result async for result in self]
+        self.intake.is_awaited_whole, found = True, list[_T]()
+        while taken := await self._take(self.intake):
+            found += taken
+        return found
 
 
 class Coming(Generic[_T]):

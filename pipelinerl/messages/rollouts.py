@@ -90,7 +90,10 @@ class Trajectory(Message, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Size of the token columns (ids, loss mask, log-probabilities, versions), of the expert routes, and of the prompt's images."""
-        return 13 * self.num_tokens + (0 if self.routes is None else self.routes.experts.nbytes) + sum(map(len, self.prompt.images))
+        size = 13 * len(self.token_ids)
+        if self.routes is not None:
+            size += self.routes.experts.nbytes
+        return size + sum(map(len, self.prompt.images)) if self.prompt.images else size
 
     @property
     def num_trained_tokens(self) -> int:

@@ -155,7 +155,7 @@ class Turns(dict[str, list[T]]):
 
 
 def in_turns(repetitions: int, ways: Mapping[str, Callable[[], T]]) -> Turns[T]:
-    """Measure each way and then all of them again, so that all see the machine in the same moods.
+    """Measure each way and then all of them again, every other time in the reverse order, so that all see the machine in the same moods.
 
     The references are timed between any two. A round during which the machine changed is measured again, at most as many times as there
     are rounds; where that does not do, the least disturbed are kept, and a goal with these `speeds` is not judged if half are disturbed.
@@ -166,7 +166,7 @@ def in_turns(repetitions: int, ways: Mapping[str, Callable[[], T]]) -> Turns[T]:
         if len(rounds) - len(disturbed([_least_steady(marks) for _, marks in rounds])) >= repetitions:
             break
         found, marks = {}, [last]
-        for name, measure in ways.items():
+        for name, measure in list(ways.items())[:: -1 if len(rounds) % 2 else 1]:
             found[name] = measure()
             marks.append(last := watch.look())
         rounds.append((found, marks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,14 @@ class Meter(Journal):
 class Peers:
     """Engines, a scorer and a trainer that answer at once; what each would do, without a transport.
 
-    Engines answer the oldest request once they hold more than `in_flight` among them.
+    Engines answer the oldest request once they hold more than `in_flight` among them, and hold none after the last of `num_rollouts`.
     """
 
-    def __init__(self, *, num_engines: int, num_tokens: int, in_flight: int, steps: int) -> None:
+    def __init__(self, *, num_engines: int, num_tokens: int, in_flight: int, steps: int, num_rollouts: int | None = None) -> None:
         self._num_engines = num_engines
         self._in_flight = in_flight
         self._steps = steps
+        self._num_left = num_rollouts
         self._held: collections.deque[tuple[str, Generate]] = collections.deque()
         self._templates = {0: completion("", num_tokens=num_tokens)}
         """By version."""
@@ -154,7 +155,9 @@ class Peers:
         match message:
             case Generate():
                 self._held.append((peer, message))
-                while len(self._held) > self._in_flight:
+                if self._num_left is not None:
+                    self._num_left -= 1
+                while len(self._held) > (0 if self._num_left == 0 else self._in_flight):
                     yield self._completion(*self._held.popleft())
             case Request():
                 reward = float(self._num_scored % 2)
@@ -224,7 +227,7 @@ def config_of(*, num_engines: int, max_running: int, groups_per_step: int, steps
     )
 
 
-def run_of(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) -> Run:
+def run_of(config: Config, hubs: Sequence[Any], journal: Journal, ledger: Ledger, *, in_script: bool = False) -> Run:
     return Run(
         config,
         Dependencies(
@@ -236,6 +239,7 @@ def run_of(config: Config, hubs: list[Any], journal: Journal, ledger: Ledger) ->
             group_advantages=MethodAdvantages(method_of(config), config.reward),
             journal=journal,
             ledger=ledger,
+            in_script=in_script,
         ),
     )
 
@@ -269,3 +273,18 @@ class LoopHub:
 
     def close(self) -> None:
         pass
+
+
+def hubs_of(peers: Peers) -> tuple[LoopHub, LoopHub, LoopHub]:
+    """Return hubs of engines, scorer and trainer behind which these peers stand, who have announced themselves."""
+    hubs = {role: LoopHub() for role in ("engine", "scorer", "trainer")}
+
+    def answer(peer: str, message: Message) -> None:
+        for name, reply in peers.answer(peer, message):
+            hubs[name.partition("-")[0]].put(name, reply)
+
+    for hub in hubs.values():
+        hub.answer = answer
+    for name, message in peers.announce():
+        hubs[name.partition("-")[0]].put(name, message)
+    return hubs["engine"], hubs["scorer"], hubs["trainer"]

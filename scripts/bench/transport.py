@@ -30,7 +30,6 @@ from pipelinerl.messages import (
     FromEngine,
     FromScorer,
     FromTrainer,
-    Message,
     Stop,
     ToEngine,
     ToScorer,
@@ -41,7 +40,7 @@ from pipelinerl.transport.keys import make_keys, read_keys
 from pipelinerl.transport.session import WINDOW_BYTES
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from scripts.bench import children, harness
-from scripts.bench.instant_peers import GROUP_SIZE, TOKENS, LoopHub, Meter, Peers, completion, config_of, run_of
+from scripts.bench.instant_peers import GROUP_SIZE, TOKENS, Meter, Peers, completion, config_of, hubs_of, run_of
 
 ORCHESTRATOR_CORE, PEERS_CORE = 0, 1
 NUM_ENGINES, GROUPS_PER_STEP = 4, 32
@@ -291,23 +290,13 @@ def _measure_growth(in_flight: int, num_engines: int, groups_per_step: int, num_
     )
 
     async def run() -> Meter:
-        hubs = {role: LoopHub() for role, _ in _ROLES}
         peers = Peers(num_engines=num_engines, num_tokens=num_tokens, in_flight=in_flight, steps=config.trainer.steps)
-
-        def answer(peer: str, message: Message) -> None:
-            for name, reply in peers.answer(peer, message):
-                hubs[name.partition("-")[0]].put(name, reply)
-
-        for hub in hubs.values():
-            hub.answer = answer
-        for name, message in peers.announce():
-            hubs[name.partition("-")[0]].put(name, message)
         with (
             tempfile.TemporaryDirectory() as folder,
             contextlib.closing(Ledger(None)) as ledger,
             contextlib.closing(Meter(Path(folder), enough=steps)) as journal,
         ):
-            run = run_of(config, list(hubs.values()), journal, ledger)
+            run = run_of(config, hubs_of(peers), journal, ledger)
             journal.when_enough = run.stop
             await run.run()
         return journal

@@ -1,4 +1,6 @@
-"""SIGTERM, as a cluster sends it before it ends a job: a script is saved, and goes on where it was. Real processes without a model."""
+"""SIGTERM, as a cluster sends it before it ends a job, and Ctrl-C: a script is saved, and goes on where it was. Real processes without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ def with_stand_in(config, folder, made=controller.processes_beside_script):
 
 controller.processes_beside_script = with_stand_in
 
+def signalled_while_it_saves(run):
+    stop = run.stop
+    def stops(reason, **how):
+        stop(reason, **how)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    run.stop = stops
+
 async def main():
     async with Controller(*sys.argv[1:], resume=True) as run:
         first = run.step
         print("first", first, flush=True)
+        if first:
+            signalled_while_it_saves(run._run)
         while run.step < 4:
             await run.train(run.advantages(await run.score(run.sample(run.prompts(2)))))
             await run.publish()
@@ -43,10 +55,10 @@ asyncio.run(main())
 """
 
 
-def test_a_script_that_gets_sigterm_saves_and_the_next_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_script_that_gets_sigterm_saves_and_the_next_goes_on_and_saves_whatever_signals_come_meanwhile(tmp_path: Path) -> None:
     settings = demo_config(folder=tmp_path, seed=0)
     make_demo_model(tmp_path / "demo-model", seed=0)
-    overrides = ["trainer.steps=4", "checkpoint.every=100", "evaluation.every=0", 'engine.kind="fake"', "engine.count=1", "engine.cores=[]"]
+    overrides = ["trainer.steps=8", "checkpoint.every=100", "evaluation.every=0", 'engine.kind="fake"', "engine.count=1", "engine.cores=[]"]
     overrides += [f'data.source="{PLUGINS}:prompts"', f'reward=[{{function = "{PLUGINS}:reward"}}]', f'run.folder="{tmp_path}"']
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(settings), *overrides]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -60,9 +72,13 @@ def test_a_script_that_gets_sigterm_saves_and_the_next_goes_on_where_it_was(tmp_
     assert [line["version"] for line in lines if line["kind"] == "checkpoint"] == [2], "no other was due"
     assert [line["reason"] for line in lines if line["kind"] == "end"] == ["the script was stopped"]
     whole = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert whole.returncode == 128 + signal.SIGTERM, whole.stdout + whole.stderr
     assert "first 2" in whole.stdout
-    assert "ended 4" in whole.stdout
+    assert "SIGINT: what the script has trained is being saved" in whole.stderr
+    assert "Traceback" not in whole.stderr
+    lines = read_journals(folder)
+    assert [line["version"] for line in lines if line["kind"] == "checkpoint"] == [2, 4]
+    assert [line["reason"] for line in lines if line["kind"] == "end"][1:] == ["the script has ended"]
     checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", folder], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert str(folder) not in subprocess.check_output(["ps", "-eo", "args"], text=True), "nothing is left behind"

@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.controller import driven
-from orchestrator.ledger.answers import ANSWERS_FILE, Answers
+from orchestrator.controller import driven, open_record
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
 from orchestrator.rules.batch import GroupAdvantages, StepRules
 from orchestrator.run import Run, RunResult
 from orchestrator.scripted_run import ScriptedRun
 from orchestrator.stages.leasing import Table
+from orchestrator.stages.script_replay import ScriptRecord
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
@@ -189,6 +189,15 @@ def survive(
     return simulate(program())
 
 
+async def killed(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """End tasks as the end of their process would: a run that a script drives does not even save."""
+    while not all(task.done() for task in tasks):
+        for task in (*tasks, *(one for one in asyncio.all_tasks() if one.get_name() == "run")):
+            task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class Chaos:
     def __init__(
         self, settings: Config, folder: Path, faults: Faults, world: peers.World, network: NetworkFaults, checkpoint_every: int
@@ -245,11 +254,10 @@ class Chaos:
         return [MemoryHub(accepts=accepts, network=self.network) for accepts in (FromEngine, FromScorer, FromTrainer, FromGateway)]
 
     def open_run(
-        self, journal: Journal, *, in_script: bool, policy: str = "", table: Table | None = None
-    ) -> tuple[Run, Ledger, Answers | None]:
+        self, journal: Journal, *, in_script: bool, record: ScriptRecord | None = None, policy: str = "", table: Table | None = None
+    ) -> tuple[Run, Ledger]:
         """What a life of the orchestrator begins with."""
         ledger = Ledger(self.folder / "ledger.sqlite")
-        answers = Answers(self.folder / ANSWERS_FILE) if self.replays else None
         run = Run(
             self.settings,
             Dependencies(
@@ -266,14 +274,16 @@ class Chaos:
                 journal=journal,
                 ledger=ledger,
                 in_script=in_script,
-                answers=answers,
+                record=record,
             ),
         )
-        return run, ledger, answers
+        return run, ledger
 
     async def _life(self, journal: Journal, roles: list[asyncio.Task[None]]) -> tuple[RunResult, list[tuple[Any, ...]]] | None:
         """One life of the orchestrator, which its peers outlive; None where it was killed."""
-        run, ledger, answers = self.open_run(journal, in_script=self.script is not None)
+        record_open = contextlib.AsyncExitStack()
+        record = open_record(self.folder, {"": self.folder}, stack=record_open) if self.replays else None
+        run, ledger = self.open_run(journal, in_script=self.script is not None, record=record)
         main = asyncio.create_task(run.run() if self.script is None else self._scripted(run, self.script))
         try:
             await asyncio.wait({main, *roles}, timeout=self.until_kill(self.faults.orchestrator_s), return_when=asyncio.FIRST_COMPLETED)
@@ -287,12 +297,8 @@ class Chaos:
         finally:
             for hub in self.hubs if not main.done() else ():
                 hub.kill()  # a script that is cancelled ends its run well, one that is killed cannot
-            while not main.done():
-                main.cancel()
-                await asyncio.sleep(0)
-            await asyncio.gather(main, return_exceptions=True)
-            if answers is not None:
-                answers.close()
+            await killed([main])
+            await record_open.aclose()
 
     def asked(self, run: Run) -> ScriptedRun:
         """What a script has of a run."""

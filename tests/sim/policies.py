@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.controller import open_record
 from orchestrator.frozen_policy import FrozenPolicy
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.policies import Lane, PoliciesRun, all_driven
@@ -23,7 +24,7 @@ from pipelinerl.checker.invariants import check_history
 from pipelinerl.checker.state import RunState
 from pipelinerl.config import Config
 from pipelinerl.observe.journal import Journal
-from tests.sim.chaos import Chaos, Faults
+from tests.sim.chaos import Chaos, Faults, killed
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS
 from tests.sim.peers import World
@@ -66,11 +67,13 @@ def run_policies(
     seed: int = 0,
     worlds: Mapping[str, World] | None = None,
     until_s: float = 30.0,
+    replays: bool = False,
 ) -> dict[str, SimulatedPolicy]:
-    """Run to the end, whoever is killed on the way; `faults` by policy, `script_s` the mean seconds between two kills of the script."""
-    return simulate(
-        _Policies(trained, frozen or {}, script, folder=folder, faults=faults or {}, worlds=worlds or {}).run(script_s, seed, until_s)
-    )
+    """Run to the end, whoever is killed on the way; `faults` by policy, `script_s` the mean seconds between two kills of the script, which
+    with `replays` is led through its calls.
+    """
+    run = _Policies(trained, frozen or {}, script, folder=folder, faults=faults or {}, worlds=worlds or {}, replays=replays)
+    return simulate(run.run(script_s, seed, until_s))
 
 
 class _Policies:
@@ -83,8 +86,10 @@ class _Policies:
         folder: Path,
         faults: Mapping[str, Faults],
         worlds: Mapping[str, World],
+        replays: bool,
     ) -> None:
         self.folder = folder
+        self.replays = replays
         self.script = script
         self.trained = {name: self._chaos(name, config, faults, worlds) for name, config in trained.items()}
         for number, chaos in enumerate(self.trained.values()):
@@ -114,7 +119,7 @@ class _Policies:
                         for hub, before in zip(chaos.hubs, dead, strict=True):
                             hub.succeed(before)
             finally:
-                await _end(roles)
+                await killed(roles)
         return {name: self._outcome(chaos) for name, chaos in self.trained.items()}
 
     def _outcome(self, chaos: Chaos) -> SimulatedPolicy:
@@ -126,13 +131,15 @@ class _Policies:
 
     async def _life(self, roles: list[asyncio.Task[None]], kill_after_s: float | None) -> bool:
         """One life of the script; return whether it came to its end."""
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
+            folders = {name: chaos.folder for name, chaos in self.trained.items()}
+            record = open_record(self.folder, folders, stack=stack) if self.replays else None
             opened: dict[str, tuple[Run, Ledger]] = {}
             clock = asyncio.get_running_loop().time
             table = Table()
             for name, chaos in self.trained.items():
                 journal = stack.enter_context(contextlib.closing(Journal(chaos.folder, "orchestrator", clock=clock)))
-                run, ledger, _ = chaos.open_run(journal, in_script=True, policy=name, table=table)
+                run, ledger = chaos.open_run(journal, in_script=True, record=record, policy=name, table=table)
                 opened[name] = (run, ledger)
             lanes = [Lane(name=name, run=run, asked=self.trained[name].asked(run), launcher=None) for name, (run, _) in opened.items()]
             engines: list[asyncio.Task[None]] = []
@@ -148,6 +155,7 @@ class _Policies:
                     prompt_of=prompt_of,
                     decode=str,
                     vocabulary=1000,
+                    record=record,
                 )
                 if table.leasing is not None:
                     table.leasing.seats[name] = policy.seat(table.leasing)
@@ -168,17 +176,9 @@ class _Policies:
                 for chaos in (*self.trained.values(), *self.frozen.values()) if not main.done() else ():
                     for hub in chaos.hubs:
                         hub.kill()  # a script that is cancelled ends its run well, one that is killed cannot
-                await _end([main])
-                await _end(engines)
+                await killed([main])
+                await killed(engines)
 
     async def _main(self, lanes: list[Lane]) -> None:
         async with all_driven(lanes, folder=self.folder) as policies:
             await self.script(policies)
-
-
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    while not all(task.done() for task in tasks):
-        for task in tasks:
-            task.cancel()
-        await asyncio.sleep(0)
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -253,18 +253,36 @@ def test_a_frozen_policy_says_what_it_cannot_judge(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_frozen_policy_sampled_and_nobody_reads_is_bounded(tmp_path: Path) -> None:
+def test_what_a_frozen_policy_sampled_and_nobody_reads_is_bounded_and_an_error_by_name(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
     async def script(run: PoliciesRun) -> None:
         alice, judge = run.policies["alice"], run.frozen["judge"]
+        said = await alice.sample(alice.prompts(1))
         stream = judge.sample(alice.prompts(50), group=4)
         await asyncio.sleep(30.0)
         assert 1024 <= judge._room.num_bytes < 1024 + 16 * 1024, "and one more of each that was under way"
+        full = r"fill their room \(1024 bytes, .* call 1, sample of policy judge \(50 prompts, 200 answers\): 200 results not read"
+        with pytest.raises(RolloutsUnread, match=full):
+            await judge.logprobs(said)
+        other = judge.sample(alice.prompts(1), group=1)
+        with pytest.raises(RolloutsUnread, match=full):
+            await other
         del stream
+        with pytest.raises(RolloutsUnread, match=r"call 1, sample of policy judge .*: the stream was let go of before its end"):
+            await other
+        assert len(await other) == 1
         assert len(await judge.sample(alice.prompts(50), group=4)) == 200, "what nobody can read any more takes no room"
+        await alice.train(rows_of(said))
+        kept.append(judge.sample(alice.prompts(1)))
 
     small = settings(engine={"count": 1, "max_running": 4}, rollout={"max_tokens": 16})
     small = small.model_copy(update={"pipeline": small.pipeline.model_copy(update={"queue_bytes": 1024})})
-    run_policies({"alice": settings()}, script, frozen={"judge": small}, folder=tmp_path)
+    with pytest.raises(
+        RolloutsUnread, match=r"call 4, sample of policy judge \(1 prompts, 4 answers\): 4 results not read: the script ends"
+    ):
+        run_policies({"alice": settings()}, script, frozen={"judge": small}, folder=tmp_path)
+    assert stopped_at(tmp_path, "alice"), "its trainer was asked to save"
 
 
 def test_an_answer_that_no_engine_gives_is_a_rollout_with_an_error(tmp_path: Path) -> None:

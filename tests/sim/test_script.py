@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from orchestrator.advantages import MethodAdvantages
+from orchestrator.controller import not_in_scripts
 from orchestrator.rules.batch import Filtered, Siblings
 from orchestrator.scripted_run import Coming, ScriptedRun
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.errors import NobodySends, NothingTrained, PeerRefused, RolloutsUnread, ScriptError, Stalled, TrainedTwice
 from pipelinerl.messages import Prompt, Sample, ScorerReady, Trajectory
+from pipelinerl.runtime.findings import Level
 from tests.sim import peers
 from tests.sim.chaos import Faults, survive
 from tests.sim.memory import MemoryLink, NetworkFaults
@@ -144,6 +146,27 @@ def test_siblings_that_the_script_leaves_out_end_as_filtered_and_groups_that_the
         ("filtered", "the script left it out"),
         ("cancelled", "the run ended"),
     }
+
+
+def test_the_method_is_asked_once_about_the_same_siblings_and_again_about_others(tmp_path: Path) -> None:
+    asked_about: list[int] = []
+
+    def counts(siblings: Siblings) -> list[np.ndarray]:
+        asked_about.append(len(siblings))
+        return mean_baseline(siblings)
+
+    async def script(asked: ScriptedRun) -> None:
+        scored = await asked.score(asked.sample(asked.prompts(2)))
+        rows = asked.advantages(one for one in scored if not one.trajectory.group_id)
+        assert {id(row) for row in rows} < {id(row) for row in asked.advantages(scored)}
+        assert asked_about == [4, 4]
+        assert len(asked.advantages(scored[:-1])) == 7
+        assert asked_about == [4, 4, 3]
+        await asked.train(asked.advantages(scored))
+
+    simulated = scripted(script, tmp_path, group_advantages=counts)
+    assert simulated.problems() == []
+    assert ends(simulated) == {"admitted": 8, "trained": 8}
 
 
 def test_groups_too_old_for_the_step_end_as_stale_offered_or_forgotten(tmp_path: Path) -> None:
@@ -288,7 +311,7 @@ def test_whoever_is_killed_a_script_loses_and_trains_nothing_twice_and_goes_on_f
 
 @pytest.mark.slow
 def test_a_step_that_a_killed_script_had_decided_upon_is_trained_as_it_was_decided(tmp_path: Path) -> None:
-    """A step is given while the one before is trained, so kills fall between its first group and its last; each trains two of a group."""
+    """A step is given while the one before is trained, so kills fall between its first row and its last; each trains two of a group."""
 
     def two_of_each(rows: list[Sample]) -> list[Sample]:
         return [row for row in rows if row.trajectory.sibling % 2]
@@ -317,10 +340,12 @@ def test_a_step_that_a_killed_script_had_decided_upon_is_trained_as_it_was_decid
         assert len(groups) == 5 * 24
         assert set(groups.values()) == {2}
         with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
-            steps = "SELECT step, min(seq), max(seq) FROM events WHERE kind = 'assigned' GROUP BY step"
+            rows = "SELECT step, min(seq), max(seq) FROM events WHERE kind = 'packed' GROUP BY step"
             begins = [seq for (seq,) in ledger.execute("SELECT seq FROM events WHERE kind = 'began'")]
-            num_finished += sum(first < seq < last for _, first, last in ledger.execute(steps) for seq in begins)
-    assert num_finished, "a script began between the first group of a step and its last"
+            num_finished += sum(first < seq < last for _, first, last in ledger.execute(rows) for seq in begins)
+            booked = "SELECT step, min(seq), max(seq) FROM events WHERE kind = 'assigned' GROUP BY step"
+            assert not any(first < seq < last for _, first, last in ledger.execute(booked) for seq in begins), "all groups, or none"
+    assert num_finished, "a script began between the first row of a step and its last"
 
 
 def test_what_a_script_raises_is_raised_after_what_it_trained_is_saved(tmp_path: Path) -> None:
@@ -592,3 +617,13 @@ def test_a_script_that_works_for_long_between_two_calls_is_no_stall_and_one_that
 
     with pytest.raises(Stalled, match=r"script waits for call 2, score since 3\d\d s\n"):
         scripted(works, tmp_path, cast=Cast(scorer=scorer_that_never_answers))
+
+
+def test_a_config_that_asks_for_several_nodes_is_told_what_a_script_can_have() -> None:
+    asks = config(slurm={"trainer_nodes": 2, "engine_nodes": 1}, trainer={"ranks": 2}, kubernetes={"gpus_per_node": 1})
+    (found,) = (one for one in not_in_scripts(asks) if one.level is Level.FAIL)
+    assert str(found) == (
+        "slurm: asks for 3 nodes, and a script starts all its processes on one machine; leave slurm.trainer_nodes, slurm.engine_nodes"
+        " out, and start it on a machine with GPUs for all, or run the config without a script: `pipelinerl slurm`"
+    )
+    assert not [one for one in not_in_scripts(config()) if one.level is Level.FAIL]

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.ledger.answers import Answers, Kind
 from orchestrator.scripted_run import ScriptedRun
-from orchestrator.stages.script_replay import ScriptReplay
+from orchestrator.stages.script_replay import ScriptRecord, ScriptReplay
 from orchestrator.stages.script_waits import ScriptWaits
 from pipelinerl.errors import LedgerError, ScriptDiverged
 from pipelinerl.messages import Sample, Trajectory
@@ -102,6 +102,25 @@ def test_the_built_in_loop_as_a_script_is_led_through_its_calls_among_its_tasks(
     assert whole.kills["orchestrator"] >= 2
 
 
+async def draws_ahead(asked: ScriptedRun) -> None:
+    """Sample the prompts that were drawn before the last step: the ledger knows of a draw only once it is sampled."""
+    drawn = asked.prompts(4)
+    while asked.step < asked.num_steps:
+        scored = await asked.score(asked.sample(drawn))
+        drawn = asked.prompts(4)
+        await asked.train(asked.advantages(scored))
+        await asked.publish()
+
+
+def test_prompts_that_were_drawn_and_not_sampled_when_a_script_was_killed_are_not_drawn_again(tmp_path: Path) -> None:
+    whole = survived(draws_ahead, tmp_path, seed=2, orchestrator_s=2.0)
+    assert whole.problems() == []
+    assert whole.kills["orchestrator"] >= 2
+    drawn = collections.Counter(row[2] for row in whole.rows if row[3] == "trained")
+    assert len(drawn) == 4 * STEPS
+    assert set(drawn.values()) == {4}, "a group of four for each, and no prompt twice"
+
+
 class Changed:
     """A loop that does something else in a later life, at its second step."""
 
@@ -182,11 +201,11 @@ def test_a_record_that_does_not_lead_to_the_run_is_refused_and_damage_is_named(t
     waits = ScriptWaits(watch=Watch(stall_limit_s=10.0), owner="script")
     with contextlib.closing(Answers(path)) as answers:
         assert [event.words for event in answers.events] == [TRAIN, ""], "what waited has led to nothing"
-        replay = ScriptReplay(answers, next_step=1, waits=waits)
+        replay = ScriptReplay(ScriptRecord(answers, next_steps={"": 1}), waits=waits)
         assert replay.is_kept
         simulate(trains_again(replay))
         with pytest.raises(ScriptDiverged, match=r"leads up to step 1, and step 3 of the run comes next: .* without replay=True"):
-            ScriptReplay(answers, next_step=3, waits=waits)
+            ScriptRecord(answers, next_steps={"": 3})
         with contextlib.closing(sqlite3.connect(path)) as database:
             assert database.execute("SELECT count(*) FROM events WHERE kind = 'answered'").fetchone() == (1,)
             database.execute("UPDATE events SET body = x'646f6d65' WHERE kind = 'answered'")

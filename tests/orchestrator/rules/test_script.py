@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.rules.script import ScriptBook
 from orchestrator.rules.script_cut import ScriptCut
-from orchestrator.rules.script_decisions import LEFT_OUT, finish
+from orchestrator.rules.script_decisions import LEFT_OUT
 from pipelinerl.errors import ScriptError, TrainedTwice
 from pipelinerl.messages import Outcome, Sample, ScoredTrajectory, TerminalStatus
 from tests.orchestrator import handmade
@@ -77,10 +77,10 @@ def test_a_sibling_that_failed_ends_by_its_own_cause_and_one_that_was_never_scor
 
 
 def test_a_cut_that_goes_on_counts_what_was_assigned_before() -> None:
-    _, ((first, second), (third, fourth)) = book_of(3, 3, first_step=3)
+    book, ((first, second), (third, fourth)) = book_of(3, 3, first_step=3)
     cut = ScriptCut(first_step=3)
     cut.restore([row(first), row(second)], num_groups=1, groups=())
-    (decision,) = finish([row(third)], [first, second, third, fourth], step=0)
+    (decision,), _ = book.train([row(third)])
     assert [one.scored for one in decision.ended] == [fourth]
     cut.decide(decision)
     verdict = cut.take(decision.group)
