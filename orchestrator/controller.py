@@ -32,6 +32,7 @@ from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import PromptBuilder, longest_prompt
 from orchestrator.ledger.answers import ANSWERS_FILE, Answers
 from orchestrator.ledger.ledger import Ledger
+from orchestrator.ledger.snapshot import num_decided
 from orchestrator.run import Run
 from orchestrator.scripted_run import DemonstrationOf, Row, ScriptedRun
 from orchestrator.stages.leasing import Table
@@ -168,7 +169,7 @@ def _num_decided(path: Path) -> int:
     if not path.exists():
         return 0
     with contextlib.closing(Ledger(path)) as ledger:
-        return ledger.num_decided
+        return num_decided(ledger)
 
 
 def open_run(

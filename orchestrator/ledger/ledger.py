@@ -217,11 +217,6 @@ class Ledger:
         self.losses.say(step, loss)
         self._set_state("num_decided", step + 1)
 
-    @property
-    def num_decided(self) -> int:
-        """Return how many steps scripts have decided upon."""
-        return self.read_state("num_decided", 0)
-
     def assign(self, group_id: int, samples: Iterable[Sample], *, step: int, now_s: float) -> None:
         """Note that a group becomes part of a step."""
         self._complete(group_id, step=step, is_assigned=True)

@@ -128,7 +128,7 @@ def read_snapshot(ledger: Ledger) -> Snapshot:
             num_assigned_groups=ledger.read_state("num_assigned", 0),
             running_groups=frozenset({one.trajectory.group_id for one in scored} | {group.group_id for group in interrupted}),
             deaths=ledger.read_state("deaths", {}),
-            num_decided=ledger.num_decided,
+            num_decided=num_decided(ledger),
             evaluations=tuple((version, reward) for version, reward in ledger.store.rows("evaluations", "TRUE ORDER BY version")),
         )
 
@@ -166,6 +166,11 @@ def read_steps(ledger: Ledger, *, first: int, end: int = 2**62) -> dict[int, Rec
                 closed=None if num_rows is None else (num_tokens, num_samples, f"{ledger.store.ledger_id}:{seq}"),
             )
         return steps
+
+
+def num_decided(ledger: Ledger) -> int:
+    """Return how many steps scripts have decided upon."""
+    return ledger.read_state("num_decided", 0)
 
 
 def read_resting(ledger: Ledger) -> dict[int, Rest]:

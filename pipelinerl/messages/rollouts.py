@@ -90,20 +90,12 @@ class Trajectory(Message, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Size of the token columns (ids, loss mask, log-probabilities, versions), of the expert routes, and of the prompt's images."""
-        size = 13 * len(self.token_ids)
-        if self.routes is not None:
-            size += self.routes.experts.nbytes
+        size = 13 * len(self.token_ids) + (0 if self.routes is None else self.routes.experts.nbytes)
         return size + sum(map(len, self.prompt.images)) if self.prompt.images else size
 
     @property
     def num_trained_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Version of the oldest sampled token; None where nothing was sampled."""
-        sampled = self.versions[self.loss_mask]
-        return int(sampled.min()) if len(sampled) else None
 
 
 class Score(Message, frozen=True):
