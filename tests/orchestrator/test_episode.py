@@ -70,7 +70,7 @@ def test_an_episode_of_three_turns_is_one_row_in_which_only_the_model_trains():
     assert row.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5, -0.5, -0.5, 0, 0, -0.5]
     assert row.turns is not None
     assert (row.turns.starts.tolist(), row.turns.ends.tolist(), row.turns.states) == ([0, 3, 8], [1, 5, 8], ("prompt", "X", "Y"))
-    assert (row.oldest_version, row.num_trained_tokens, row.finish) == (3, 6, Finish.STOP)
+    assert (int(row.versions[row.loss_mask].min()), row.num_trained_tokens, row.finish) == (3, 6, Finish.STOP)
 
 
 def test_each_turn_is_asked_for_with_all_before_it_and_what_is_left():
