@@ -52,11 +52,15 @@ def test_each_token_is_in_the_rollout_of_the_policy_that_was_named_as_the_model(
     post(desk, lent, "reward", {"turn": answer.id, "reward": 0.25})
     assert post(desk, lent, "finish", {"rewards": {"alice": 1.0}})["end"] == "finished"
     hers, his = desk.trajectories
+    assert hers.lent is not None
     eos = desk.tokenizer.eos_token
     texts = [desk.tokenizer.decode(one.token_ids[one.loss_mask]) for one in (hers, his)]
     assert texts == [f"a{eos}a{eos}", f"b{eos}"]
     assert [one.rollout_id for one in (hers, his)] == ["3/1", "7/1"]
-    assert [one.lent.reward for one in (hers, his)] == [1.0, 0.25]
+    assert his.lent is not None
+    assert his.turns is not None
+    assert his.turns.rewards is not None
+    assert [hers.lent.reward, his.lent.reward] == [1.0, 0.25]
     assert hers.lent.episode == his.lent.episode
     assert his.turns.rewards.tolist() == [0.25]
 
@@ -88,4 +92,5 @@ def test_an_episode_that_is_given_up_is_lent_again_with_every_policy_and_the_old
         second.chat.completions.create(model="alice", messages=messages)
     post(desk, again, "finish", {"reward": 0.5})
     hers, his = desk.trajectories
+    assert hers.lent is not None
     assert (hers.attempt, hers.lent.reward, his.error) == (1, 0.5, "the agent finished without a turn of the model")
