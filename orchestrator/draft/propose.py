@@ -200,7 +200,7 @@ def _needed(model: ModelFacts, *, dtype: str, rank: int, again: bool, sizes: dic
             "engine": {"max_running": 32},
             "batch": {"max_tokens": sizes["row"]},
             "lora": {"rank": rank},
-            "trainer": {"activation_checkpointing": again},
+            "trainer": {"activation_checkpointing": "full" if again else "none"},
         }
     )
     kv = plan_kv(config.model, config.engine, config.rollout, memory_bytes=machine.memory_bytes, on_cpu=on_cpu)
@@ -278,7 +278,7 @@ def _training(machine: Machine, fit: _Fit, sizes: dict[str, Any]) -> Iterator[st
     if (ranks := machine.num_gpus - machine.num_gpus // 2) > 1:
         yield from (f"ranks = {ranks}", f"parallel = {{ shard = {ranks} }}")
     if fit.checkpointing:
-        yield f"activation_checkpointing = true # {fit.why}"
+        yield f'activation_checkpointing = "full" # {fit.why}'
     elif not fit.lora_rank:
         yield f"# All weights are trained: {fit.why}. [lora] rank = 16 takes less."
 

@@ -33,7 +33,6 @@ from pipelinerl.config.sections import EngineSection as EngineSection
 from pipelinerl.config.sections import EvaluationSection as EvaluationSection
 from pipelinerl.config.sections import LoraSection as LoraSection
 from pipelinerl.config.sections import ModelSection as ModelSection
-from pipelinerl.config.sections import Offload as Offload
 from pipelinerl.config.sections import PipelineSection as PipelineSection
 from pipelinerl.config.sections import ReferenceSection as ReferenceSection
 from pipelinerl.config.sections import RolloutSection as RolloutSection
@@ -44,6 +43,8 @@ from pipelinerl.config.sections import TrackingSection as TrackingSection
 from pipelinerl.config.sections import TrainerSection as TrainerSection
 from pipelinerl.config.sections import WeightsSection as WeightsSection
 from pipelinerl.config.tinker import TinkerSection as TinkerSection
+from pipelinerl.config.trainer_memory import ActivationCheckpointing as ActivationCheckpointing
+from pipelinerl.config.trainer_memory import Offload as Offload
 from pipelinerl.config.validation import problems_between_sections
 
 

@@ -9,8 +9,9 @@ from pipelinerl.config.families import takes_images
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.modes import Placement
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection
-from pipelinerl.config.sections import EngineSection, LoraSection, ModelSection, Offload, PipelineSection, TrainerSection
+from pipelinerl.config.sections import EngineSection, LoraSection, ModelSection, PipelineSection, TrainerSection
 from pipelinerl.config.tinker import TinkerSection
+from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
 
 
 def images_go_with(
@@ -32,7 +33,7 @@ def images_go_with(
     asked |= {
         f'trainer.backend = "{trainer.backend}"': trainer.backend is not TrainerBackend.FSDP2,
         f'trainer.offload = "{trainer.offload}"': trainer.offload is Offload.WEIGHTS,
-        "trainer.activation_checkpointing": trainer.activation_checkpointing,
+        "trainer.activation_checkpointing": trainer.activation_checkpointing is not ActivationCheckpointing.NONE,
         "engine.options.tensor_parallel_size or pipeline_parallel_size": engine.num_ranks > 1,
         'engine.quantization = "int8"': engine.quantization == "int8",
         "lora.rank": lora.rank > 0,

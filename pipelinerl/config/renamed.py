@@ -5,6 +5,8 @@ A user's file with an old name is refused with the new one. `pipelinerl migrate`
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.runtime.plugin import new_name
@@ -28,7 +30,8 @@ KEYS: dict[str, str] = {
 """Old dotted key -> new dotted key. A key of an entry of a list, such as `reward.retries`, keeps its section."""
 
 
-VALUES: dict[str, dict[str, str]] = {
+VALUES: dict[str, dict[str | bool, str]] = {
+    "trainer.activation_checkpointing": {True: "full", False: "none"},
     "weights.swap_mode": {"flip": "pointer", "scatter": "sparse"},
     "weights.adapters": {"apart": "separate"},
     "slurm.at_limit": {"no": "end"},
@@ -47,8 +50,8 @@ def renamed(key: str) -> str | None:
 
 def renamed_value(key: str, value: object) -> str | None:
     """Say what has become of a value of a key; None where it was never one."""
-    new = VALUES.get(key, {}).get(value) if isinstance(value, str) else None
-    return None if new is None else f'{key} = "{value}" is now called "{new}"'
+    new = VALUES.get(key, {}).get(value) if isinstance(value, str | bool) else None
+    return None if new is None else f'{key} = {json.dumps(value)} is now called "{new}"'
 
 
 def translate(tree: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +74,10 @@ def translate(tree: dict[str, Any]) -> dict[str, Any]:
     return translated
 
 
-def _with_new_values(value: Any, new_values: dict[str, str]) -> Any:
+def _with_new_values(value: Any, new_values: Mapping[str | bool, str]) -> Any:
     if isinstance(value, list):
         return [_with_new_values(one, new_values) for one in value]
-    return new_values.get(value, value) if isinstance(value, str) else value
+    return new_values.get(value, value) if isinstance(value, str | bool) else value
 
 
 def _move(tree: dict[str, Any], old: list[str], new: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
 from pipelinerl.config.layout import Layout, Schedule
 from pipelinerl.config.modes import Mode, Placement
 from pipelinerl.config.structured_outputs import StructuredOutputs
+from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
 
 
 class RunSection(Section):
@@ -202,16 +202,6 @@ class PipelineSection(Section):
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
-class Offload(enum.StrEnum):
-    """The part of the trainer's state that is kept on the host and not on the device."""
-
-    NOTHING = "nothing"
-    OPTIMIZER = "optimizer"
-    """Moments and, where the model computes in another dtype, the weights that take the updates; updates are computed on the host."""
-    WEIGHTS = "weights"
-    """These and all weights, but for those of the layer that computes. They have to be sharded."""
-
-
 class ParallelSection(Section):
     shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
     context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
@@ -244,8 +234,10 @@ class TrainerSection(Section):
     max_mismatch_kl: PositiveFloat = Field(
         0.03, description="at any step: largest mean KL between engine and trainer over sequences of one and the same version"
     )
-    activation_checkpointing: bool = Field(
-        False, description="compute every layer again in the backward pass: less memory, a third more work"
+    activation_checkpointing: ActivationCheckpointing = Field(
+        ActivationCheckpointing.NONE,
+        description="what the backward pass computes again, to keep less: none, selective (all but matrix products and attention: about"
+        " half the memory, little work) or full (every layer: its input alone is kept, a third more work)",
     )
     offload: Offload = Field(Offload.NOTHING, description="what the trainer keeps on the host: nothing, optimizer or weights")
     float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")

@@ -16,7 +16,8 @@ from typing import Any
 
 from pipelinerl.algorithms.method import CRITICS, REFERENCE_OFFERS, Method
 from pipelinerl.config import Config
-from pipelinerl.config.sections import Mode, Offload
+from pipelinerl.config.sections import Mode
+from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
 from pipelinerl.engine.budget import LIBRARY_BYTES, MARGIN_FRACTION, MAX_BATCHED_TOKENS, batched_tokens
 from pipelinerl.errors import ConfigError
 from pipelinerl.planning.shape import Shape
@@ -93,7 +94,8 @@ _RUN = {
     "tensor": Input("ranks", "trainer.parallel.tensor"),
     "pipeline": Input("ranks", "trainer.parallel.pipeline"),
     "expert": Input("ranks", "trainer.parallel.expert"),
-    "is_checkpointed": Input("", "1: trainer.activation_checkpointing"),
+    "is_checkpointed": Input("", "1: trainer.activation_checkpointing is selective or full"),
+    "keeps_products": Input("", "1: trainer.activation_checkpointing is selective, which keeps matrix products and attention"),
     "offloads_optimizer": Input("", "1: trainer.offload is optimizer or weights"),
     "offloads_weights": Input("", "1: trainer.offload is weights"),
     "offloads_reference": Input("", "1: reference.offload"),
@@ -199,7 +201,8 @@ def run_inputs(config: Config, shape: Shape, *, method: Method, adapter_paramete
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
         "expert": layout.expert,
-        "is_checkpointed": float(trainer.activation_checkpointing),
+        "is_checkpointed": float(trainer.activation_checkpointing is not ActivationCheckpointing.NONE),
+        "keeps_products": float(trainer.activation_checkpointing is ActivationCheckpointing.SELECTIVE),
         "offloads_optimizer": float(trainer.offload is not Offload.NOTHING),
         "offloads_weights": float(trainer.offload is Offload.WEIGHTS),
         "offloads_reference": float(config.reference.offload),

@@ -32,11 +32,12 @@ _SLIDERS = {
     "lengths": ("prompt_tokens", "mean_tokens", "max_tokens", "length_cv"),
     "batch": ("groups_per_step", "group_size", "row_tokens", "max_staleness", "steps"),
     "engines": ("engines", "engine_tensor", "engine_pipeline", "max_running"),
-    "trainer": ("ranks", "shard", "context", "tensor", "pipeline", "expert", "is_checkpointed"),
+    "trainer": ("ranks", "shard", "context", "tensor", "pipeline", "expert", "is_checkpointed", "keeps_products"),
     "assumed": ("training_efficiency", "read_efficiency", "decode_efficiency", "step_overhead_s", "gloo_bandwidth", "nic_bandwidth"),
 }
 _POWERS = {"engine_tensor": 8, "engine_pipeline": 16, "shard": 512, "context": 8, "tensor": 8, "pipeline": 16, "expert": 64}
-_FRACTIONS = {"training_efficiency": 0.7, "read_efficiency": 1.0, "decode_efficiency": 1.0, "length_cv": 1.0, "is_checkpointed": 1.0}
+_CLAIMS = {"is_checkpointed": 1.0, "keeps_products": 1.0}
+_FRACTIONS = {"training_efficiency": 0.7, "read_efficiency": 1.0, "decode_efficiency": 1.0, "length_cv": 1.0, **_CLAIMS}
 
 
 def write_plan(plan: Plan, path: Path) -> Path:
@@ -91,9 +92,9 @@ def _slider(name: str, plan: Plan) -> dict[str, Any]:
         return one | {"steps": json.dumps(steps), "low": 0, "high": len(steps) - 1, "step": 1, "at": steps.index(int(value))}
     if name in _FRACTIONS:
         return one | {
-            "low": 0 if name == "is_checkpointed" else 0.05,
+            "low": 0 if name in _CLAIMS else 0.05,
             "high": _FRACTIONS[name],
-            "step": 1 if name[:3] == "is_" else 0.01,
+            "step": 1 if name in _CLAIMS else 0.01,
             "at": value,
         }
     is_whole = float(value).is_integer()

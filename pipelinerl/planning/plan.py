@@ -123,7 +123,8 @@ def settings_of(candidate: Candidate) -> list[str]:
     lines = [f"trainer.ranks={layout.ranks}"]
     kinds = ("shard", "context", "tensor", "pipeline", "expert")
     lines += [f"trainer.parallel.{kind}={size}" for kind in kinds if (size := getattr(layout, kind)) > 1]
-    lines += ["trainer.activation_checkpointing=true"] if inputs["is_checkpointed"] else []
+    if inputs["is_checkpointed"]:
+        lines.append(f'trainer.activation_checkpointing="{"selective" if inputs["keeps_products"] else "full"}"')
     lines += [f"engine.count={inputs['engines']:.0f}", f"engine.max_running={inputs['max_running']:.0f}"]
     for key, name in (("tensor_parallel_size", "engine_tensor"), ("pipeline_parallel_size", "engine_pipeline")):
         lines += [f"engine.options.{key}={inputs[name]:.0f}"] if inputs[name] > 1 else []

@@ -20,6 +20,8 @@ MAX_SPLITS = 16
 """Splits of the GPUs that are looked at. More take longer and move the answer by less than the formulas are off."""
 RUNNING = (32, 64, 128, 256, 512, 1024)
 """Values of `engine.max_running` that are tried."""
+_CHECKPOINTING = ((0.0, 0.0), (1.0, 1.0), (1.0, 0.0))
+"""Values of `is_checkpointed` and `keeps_products`, by the memory that they take: those that take no more than what is given are tried."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ def splits(num_gpus: int, node: int) -> list[int]:
 def trainers_of(ranks: int, inputs: Mapping[str, float], shape: Shape) -> Iterator[tuple[Values, Values]]:
     """Layouts of a trainer of so many ranks, with the figures of each."""
     cut, node = shape.cut(), int(inputs["gpus_per_node"])
+    least = _CHECKPOINTING.index((inputs["is_checkpointed"], inputs["is_checkpointed"] * inputs["keeps_products"]))
     for tensor in _powers(node):
         for pipeline in _powers(16):
             for context in _powers(8):
@@ -102,8 +105,8 @@ def trainers_of(ranks: int, inputs: Mapping[str, float], shape: Shape) -> Iterat
                         }
                         if problems_of(_layout(sizes), shape=cut):
                             continue
-                        for is_checkpointed in {inputs["is_checkpointed"], 1.0}:
-                            own: Values = {**sizes, "is_checkpointed": is_checkpointed}
+                        for is_checkpointed, keeps_products in _CHECKPOINTING[least:]:
+                            own: Values = {**sizes, "is_checkpointed": is_checkpointed, "keeps_products": keeps_products}
                             values = SHEET.evaluate({**inputs, **own})
                             if values["trainer_rank_room"] + values["published_bytes"] >= 0:
                                 yield own, values

@@ -141,7 +141,9 @@ def _trainer(one: Candidate) -> str:
     names = {"shard": "shard", "context": "CP", "tensor": "TP", "pipeline": "PP", "expert": "EP"}
     sizes += [f"{short} {size}" for kind, short in names.items() if (size := getattr(layout, kind)) > 1]
     sizes += [f"{layout.copies} copies"] if layout.copies > 1 else []
-    return ", ".join(sizes) + (", recomputing" if one.inputs["is_checkpointed"] else "")
+    if one.inputs["is_checkpointed"]:
+        sizes.append("recomputing" + ", selective" * bool(one.inputs["keeps_products"]))
+    return ", ".join(sizes)
 
 
 def _engines(one: Candidate) -> str:

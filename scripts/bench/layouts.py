@@ -29,6 +29,7 @@ RESULT = Path(__file__).parent / "results" / "layouts.json"
 ROW_TOKENS = 4096
 ROWS_PER_PIPELINE_RANK = 4
 """`trainer.backend.ROWS_PER_RANK`: a step of one pass through the pipeline."""
+_RECOMPUTED = {"none": "nothing recomputed", "selective": "recomputed in part", "full": "recomputed"}
 Stored = dict[str, Any]
 
 
@@ -43,13 +44,14 @@ class Case:
     layers: int | None = None
     """Layers that are kept of it; all by default."""
     rank: int = 0
-    is_checkpointed: bool = True
+    checkpointing: str = "full"
+    """`trainer.activation_checkpointing`."""
 
     @property
     def name(self) -> str:
         """Of the row."""
         words = [self.model.split("/")[1], *(f"{kind} {size}" for kind, size in self.layout.items()), f"rank {self.rank}"]
-        words += [f"{self.layers} layers"] * (self.layers is not None) + ["nothing recomputed"] * (not self.is_checkpointed)
+        words += [f"{self.layers} layers"] * (self.layers is not None) + [_RECOMPUTED[self.checkpointing]] * (self.checkpointing != "full")
         return ", ".join(words)
 
     @property
@@ -65,7 +67,7 @@ class Case:
         parallel = {kind: size for kind, size in self.layout.items() if kind != "ranks"}
         tree = {
             "model": {"path": str(folder), "dtype": "bfloat16"},
-            "trainer": {"ranks": self.layout["ranks"], "parallel": parallel, "activation_checkpointing": self.is_checkpointed},
+            "trainer": {"ranks": self.layout["ranks"], "parallel": parallel, "activation_checkpointing": self.checkpointing},
             "batch": {"max_tokens": ROW_TOKENS},
             "rollout": {"max_tokens": 1024},
         }
@@ -85,7 +87,8 @@ def cases() -> Iterator[Case]:
         {"ranks": 1024, "shard": 64, "context": 4, "tensor": 4},
     ):
         yield Case(model=dense, layers=2, layout=layout)
-        yield Case(model=dense, layers=2, layout=layout, is_checkpointed=False)
+        yield Case(model=dense, layers=2, layout=layout, checkpointing="none")
+        yield Case(model=dense, layers=2, layout=layout, checkpointing="selective")
     yield from _of_pipeline(Case(model=dense, layers=4, layout={"ranks": 1024, "pipeline": 4}))
     yield from _of_pipeline(Case(model=dense, layers=4, layout={"ranks": 1024, "shard": 32, "tensor": 4, "context": 2, "pipeline": 4}))
     for layout in (
@@ -134,7 +137,9 @@ def markdown(rows: list[Stored]) -> str:
             for one in row["collectives"]
             if one["bytes"] >= 5_000_000
         )
-        place += f", {row['layers']} layers" * (row["layers"] is not None) + ", nothing recomputed" * (not row["is_checkpointed"])
+        place += f", {row['layers']} layers" * (row["layers"] is not None) + f", {_RECOMPUTED[row['checkpointing']]}" * (
+            row["checkpointing"] != "full"
+        )
         parallel = ", ".join(f"{kind} {size:,}" for kind, size in row["layout"].items())
         lines.append(f"| {row['model'].split('/')[1]}, {parallel}{place} | {state} | {row['step_bytes'] / 1e9:.2f} | {sent} |")
     return "\n".join(lines) + "\n"

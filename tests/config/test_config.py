@@ -295,7 +295,7 @@ def test_what_does_not_go_with_a_model_that_takes_images_is_told_before_anything
         "trainer.parallel.pipeline": {"trainer": {"ranks": 2, "parallel": {"pipeline": 2}}},
         'trainer.backend = "torchtitan"': {"trainer": {"backend": "torchtitan"}},
         'trainer.offload = "weights"': {"trainer": {"offload": "weights"}},
-        "trainer.activation_checkpointing": {"trainer": {"activation_checkpointing": True}},
+        "trainer.activation_checkpointing": {"trainer": {"activation_checkpointing": "full"}},
         "engine.options.tensor_parallel_size or pipeline_parallel_size": {"engine": {"options": {"tensor_parallel_size": 2}}},
         'engine.quantization = "int8"': {"engine": {"quantization": "int8"}},
         "lora.rank": {"lora": {"rank": 4}},
@@ -773,8 +773,10 @@ def test_an_old_name_is_refused_with_the_new_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_old_value_is_refused_with_the_new_one():
+    again = {"trainer": {"activation_checkpointing": True}}
     with pytest.raises(ConfigError) as error:
-        parse({"model": {"path": "m"}, "weights": {"swap_mode": "flip", "adapters": "nonsense"}}, origin="run.toml")
+        parse({"model": {"path": "m"}, "weights": {"swap_mode": "flip", "adapters": "nonsense"}, **again}, origin="run.toml")
+    assert 'trainer.activation_checkpointing = true is now called "full"' in str(error.value)
     assert 'weights.swap_mode = "flip" is now called "pointer"' in str(error.value)
     assert "weights.adapters is 'nonsense'" in str(error.value)
 
@@ -783,6 +785,7 @@ def test_values_of_an_older_run_get_the_new_names_under_their_new_keys():
     before = {"weights": {"commit": "scatter", "adapters": "apart", "road": "gloo"}}
     assert renamed.translate(before) == {"weights": {"swap_mode": "sparse", "adapters": "separate", "transport": "gloo"}}
     assert renamed.translate({"weights": {"commit": "auto"}}) == {"weights": {"swap_mode": "auto"}}
+    assert renamed.translate({"trainer": {"recompute": False}}) == {"trainer": {"activation_checkpointing": "none"}}
     assert renamed.translate({}) == {}
 
 

@@ -28,7 +28,7 @@ def test_the_bill_of_7b_sharded_over_four_beside_engines_of_one() -> None:
     again: 28 x 3,584 x 2 bytes of inputs, and one layer of 2 x 3,584 x (4 + 2 x 2) + 2 x (2 x 3,584 + 1,024 + 4 x 18,944) bytes.
     """
     run = {
-        "trainer": {"ranks": 4, "parallel": {"shard": 4}, "activation_checkpointing": True},
+        "trainer": {"ranks": 4, "parallel": {"shard": 4}, "activation_checkpointing": "full"},
         "batch": {"max_tokens": 4096},
         "engine": {"count": 4},
     }

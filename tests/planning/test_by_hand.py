@@ -109,7 +109,7 @@ def test_a_mixture_whose_experts_lie_apart() -> None:
         "Qwen3-30B-A3B",
         gpu="h200",
         batch={"max_tokens": 4096, "groups_per_step": 16},
-        trainer={"ranks": 16, "parallel": {"shard": 16, "expert": 16}, "activation_checkpointing": True},
+        trainer={"ranks": 16, "parallel": {"shard": 16, "expert": 16}, "activation_checkpointing": "full"},
         engine={"count": 4, "max_running": 64},
     )
     experts = 48 * 128 * 3 * 2048 * 768
@@ -165,7 +165,7 @@ def test_how_a_policy_travels_by_itself(engine_ranks: int, engines: int, mode: i
 
 def test_a_policy_without_room_on_the_trainers_gpu_goes_through_shared_memory() -> None:
     """Three of 15.2 GB beside 44.1 of training leave an H100; beside an H200's there is room."""
-    run = {"trainer": {"ranks": 4, "parallel": {"shard": 4}, "activation_checkpointing": True}, "engine": {"count": 4}}
+    run = {"trainer": {"ranks": 4, "parallel": {"shard": 4}, "activation_checkpointing": "full"}, "engine": {"count": 4}}
     full = figures_of("Qwen2.5-7B", batch={"max_tokens": 16384}, **run)
     assert (full["wanted_transport"], full["chosen_transport"], full["published_bytes"]) == (0, 1, 0)
     assert full["trainer_rank_bytes"] == full["training_bytes"] == pytest.approx(44.1e9, rel=0.01)

@@ -29,7 +29,7 @@ def runs() -> Iterator[tuple[layouts.Case, list[dict[str, Any]]]]:
     stored = {row["name"]: row for row in json.loads(layouts.RESULT.read_text())["rows"]}
 
     def run(case: layouts.Case) -> tuple[object, ...]:
-        return case.model, tuple(case.layout.items()), case.layers, case.is_checkpointed
+        return case.model, tuple(case.layout.items()), case.layers, case.checkpointing
 
     for _, cases in itertools.groupby(layouts.cases(), run):
         found = list(cases)

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.config.layout import Layout
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from tests.trainer.conductor import make_config
 from tests.trainer.ranks import run_jobs
 from tests.trainer.test_layouts import train
@@ -75,7 +76,7 @@ def test_it_trains_what_transformers_trains(deep: dict[str, Path], tmp_path: Pat
     job = functools.partial(train, folder=deep[family], method="grpo")
     expected = job(Replicas(ranks=1, deadline_s=60))
     theirs = functools.partial(by_name, job, folder=deep[family], backend=backend)
-    (alone,) = run_jobs([(Layout(), functools.partial(theirs, activation_checkpointing=True))], tmp_path)
+    (alone,) = run_jobs([(Layout(), functools.partial(theirs, activation_checkpointing=ActivationCheckpointing.FULL))], tmp_path)
     for ranks in [alone, *run_jobs([(layout, theirs) for layout in CASES[backend, family]], tmp_path)]:
         for rank in ranks:
             check(rank, expected)
@@ -88,7 +89,15 @@ def test_it_does_so_in_layouts_of_four_ranks(deep: dict[str, Path], tmp_path: Pa
     job = functools.partial(train, folder=deep["llama"], method="gspo", num_steps=1)
     expected = job(Replicas(ranks=1, deadline_s=60))
     (ranks,) = run_jobs(
-        [(layout, functools.partial(by_name, job, folder=deep["llama"], backend=backend, activation_checkpointing=True))], tmp_path
+        [
+            (
+                layout,
+                functools.partial(
+                    by_name, job, folder=deep["llama"], backend=backend, activation_checkpointing=ActivationCheckpointing.SELECTIVE
+                ),
+            )
+        ],
+        tmp_path,
     )
     for rank in ranks:
         check(rank, expected)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.layout import Layout, Schedule
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from tests.trainer.ranks import run_jobs
 from tests.trainer.tiny import FAMILIES, VOCABULARY, make_batch, make_folder, make_model, make_sample, make_seal, make_step
 from trainer import backend
@@ -223,7 +224,7 @@ def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Pa
 
 def test_gradients_held_for_a_step_are_those_reduced_row_by_row_and_cost_one_reduction(folders: dict[str, Path], tmp_path: Path) -> None:
     """Seven rows on two ranks: four reductions of each layer in a step become one; experts and recomputed layers too."""
-    job = functools.partial(train, folder=folders["qwen3_moe"], method="grpo", activation_checkpointing=True)
+    job = functools.partial(train, folder=folders["qwen3_moe"], method="grpo", activation_checkpointing=ActivationCheckpointing.FULL)
     expected = job(Replicas(ranks=1, deadline_s=60))
     layouts = [Layout(ranks=2, shard=2), Layout(ranks=2, shard=2, expert=2)]
     jobs = [
@@ -252,7 +253,8 @@ def test_recomputed_layers_weights_on_the_host_and_logits_in_pieces_change_no_gr
     job = functools.partial(train, folder=folders["qwen3_moe"], method="grpo")
     expected = job(Replicas(ranks=1, deadline_s=60))
     pieces = functools.partial(job, max_logits=3 * VOCABULARY)
-    job = functools.partial(job, activation_checkpointing=True)
+    whole = functools.partial(job, activation_checkpointing=ActivationCheckpointing.FULL)
+    job = functools.partial(job, activation_checkpointing=ActivationCheckpointing.SELECTIVE)
     layouts = [
         Layout(ranks=2, shard=2),
         Layout(ranks=2, tensor=2),
@@ -261,7 +263,7 @@ def test_recomputed_layers_weights_on_the_host_and_logits_in_pieces_change_no_gr
         Layout(ranks=2, pipeline=2),
     ]
     jobs = [(layout, job) for layout in layouts]
-    jobs += [(layouts[0], functools.partial(job, is_offloaded=True)), (layouts[1], pieces)]
+    jobs += [(layouts[0], functools.partial(whole, is_offloaded=True)), (layouts[1], pieces)]
     for ranks in run_jobs(jobs, tmp_path):
         for rank in ranks:
             assert rank["metrics"]["grad_norm"] == pytest.approx(expected["metrics"]["grad_norm"], rel=1e-4)

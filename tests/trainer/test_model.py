@@ -1,13 +1,19 @@
 """What a model may be told: to recompute its layers, to compute its logits in float32; and what it refuses to be."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.errors import ConfigError
 from tests.trainer.tiny import FAMILIES, make_folder, make_model, make_sample, packed_logprobs
+from trainer.model.checkpointing import KEPT
+
+NONE, SELECTIVE, FULL = ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL
 
 
 def _samples() -> list[dict[str, np.ndarray]]:
@@ -19,15 +25,33 @@ def _samples() -> list[dict[str, np.ndarray]]:
 def test_recomputing_changes_what_is_kept_and_nothing_else(folders: dict[str, Path], family: str) -> None:
     gradients: list[list[torch.Tensor]] = []
     num_passes: list[int] = []
-    for activation_checkpointing in (False, True):
-        model = make_model(folders[family], activation_checkpointing=activation_checkpointing)
+    num_products: list[int] = []
+    for choice in (NONE, SELECTIVE, FULL):
+        model = make_model(folders[family], activation_checkpointing=choice)
         passes: list[str] = []
         model.module.get_submodule("model.layers.0.input_layernorm").register_forward_hook(lambda *_, seen=passes: seen.append("pass"))
-        packed_logprobs(model, _samples()).sum().backward()
+        logprobs = packed_logprobs(model, _samples()).sum()
+        with Products() as products:
+            logprobs.backward()
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
         num_passes.append(len(passes))
-    assert num_passes == [1, 2]
-    assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
+        num_products.append(products.num)
+    assert num_passes == [1, 2, 2]
+    assert num_products[0] == num_products[1] < num_products[2], "selective computes no matrix product again"
+    for again in gradients[1:]:
+        assert all(torch.equal(*pair) for pair in zip(gradients[0], again, strict=True))
+
+
+class Products(TorchDispatchMode):
+    """Counts what selective checkpointing keeps the outputs of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func in KEPT
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_float32_head_is_nearer_to_float32_than_a_bfloat16_one(folders: dict[str, Path]) -> None:

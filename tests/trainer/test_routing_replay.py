@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipelinerl.config.layout import Layout
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.data.expert_routes import dtype_for, joined, num_unrouted, routes_of, table_of, unknown
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import MicroBatch, Routes
@@ -66,7 +67,12 @@ def test_a_model_without_experts_is_refused(folders: dict[str, Path]) -> None:
 
 
 def _train(
-    replicas: Replicas, *, folder: Path, split: tuple[int, ...] = (3, 5), replays: bool = True, activation_checkpointing: bool = False
+    replicas: Replicas,
+    *,
+    folder: Path,
+    split: tuple[int, ...] = (3, 5),
+    replays: bool = True,
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
 ) -> dict[str, Any]:
     model = make_model(folder, replicas=replicas, replay_routing=replays, activation_checkpointing=activation_checkpointing)
     step, _ = make_step(model, replicas=replicas, replay_routing=replays, max_grad_norm=0.5)
@@ -106,7 +112,9 @@ def test_every_layout_replays_alike(folders: dict[str, Path], tmp_path: Path) ->
     expected = job(Replicas(ranks=1, deadline_s=60))
     kinds: list[dict[str, Any]] = [{kind: 2} for kind in ("shard", "tensor", "context", "expert", "pipeline")]
     layouts = [Layout(ranks=2), *(Layout(ranks=2, **kind) for kind in kinds)]
-    jobs = [(layout, job) for layout in layouts] + [(layouts[-1], functools.partial(job, activation_checkpointing=True))]
+    jobs = [(layout, job) for layout in layouts] + [
+        (layouts[-1], functools.partial(job, activation_checkpointing=ActivationCheckpointing.FULL))
+    ]
     for ranks in run_jobs(jobs, tmp_path):
         for rank in ranks:
             assert rank["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-4)

@@ -24,8 +24,10 @@ from transformers import PreTrainedModel
 
 from pipelinerl.config.backends import TrainerBackend, check_installed
 from pipelinerl.config.layout import Layout
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from trainer.model import varlen
 from trainer.model.attention import packed_attention
+from trainer.model.checkpointing import checkpoint_options
 from trainer.model.megatron_names import Heads, cut_of, packed_of, parts_of
 from trainer.model.stage import StagePlan
 from trainer.parallel.boxes import placed
@@ -71,9 +73,9 @@ class MegatronStage(torch.nn.Module):
         self._tensor, self._place = layout.tensor, plan.replicas.place("tensor")
         self._first_layer = layers_of(plan.index, num_stages=layout.num_stages, num_layers=settings.num_hidden_layers).start
         self.shardings = [self._sharding(name) for name in self.trainable()]
-        if plan.activation_checkpointing:
+        if plan.activation_checkpointing is not ActivationCheckpointing.NONE:
             for layer in model.decoder.layers:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = functools.partial(checkpoint, layer.forward, **checkpoint_options(plan.activation_checkpointing))
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         return {self._name(name): parameter for name, parameter in self.model.named_parameters()}

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.config.backends import TrainerBackend
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.adapters import published_name
 from pipelinerl.weights.device_memory import free_bytes
@@ -51,7 +52,7 @@ class Model:
         temperature: float,
         device: torch.device,
         replicas: Replicas | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
         has_float32_head: bool = False,
         is_offloaded: bool = False,
         gives_values: bool = False,
@@ -65,7 +66,7 @@ class Model:
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
-        `activation_checkpointing` keeps nothing of a layer but its input for the backward pass, and computes it again there. With
+        `activation_checkpointing` says what of a layer is computed again in the backward pass in place of being kept for it. With
         `is_offloaded`, weights that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value
         model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
         `replay_routing` sends tokens to the experts that their row names. `gives_square_sums` adds up squared probabilities over all

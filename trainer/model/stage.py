@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from trainer.model.columns import WordColumns
 from trainer.parallel.replicas import Replicas
 from trainer.parallel.sharding import ParameterSharding
@@ -34,7 +35,7 @@ class StagePlan:
     held_dtype: torch.dtype
     """Of sharded weights, which take the updates."""
     device: torch.device
-    activation_checkpointing: bool = False
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     is_offloaded: bool = False
 
     @property

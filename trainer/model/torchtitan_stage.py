@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl.config.backends import TrainerBackend, check_installed
 from pipelinerl.config.layout import Layout
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from trainer.model import varlen
 from trainer.model.attention import packed_attention
 from trainer.model.stage import StagePlan
@@ -48,8 +49,8 @@ def build(module: PreTrainedModel, plan: StagePlan) -> TorchtitanStage:
     if plan.replicas.size > 1:
         titan.parallelize(model, plan=plan, is_tied=settings.tie_word_embeddings)
         stage.find_shardings()
-    elif plan.activation_checkpointing:
-        titan.recompute().build(dump_folder="").apply(model)
+    elif (recompute := titan.recompute(plan.activation_checkpointing)) is not None:
+        recompute.build(dump_folder="").apply(model)
     model.to_empty(device=plan.device)
     model.init_states(buffer_device=plan.device)
     stage.load(module.state_dict())
@@ -200,9 +201,12 @@ class _Titan:
         heads.out_src_shardings = heads.out_dst_shardings = None  # columns, the same on every rank
         return config, getattr(kind, f"{title}StateDictAdapter")
 
-    def recompute(self) -> Any:
-        """torchtitan's settings for computing every layer again in the backward pass."""
-        return importlib.import_module("torchtitan.distributed.activation_checkpoint").FullAC.Config()
+    def recompute(self, choice: ActivationCheckpointing) -> Any:
+        """torchtitan's settings for computing layers again in the backward pass; None where nothing is."""
+        if choice is ActivationCheckpointing.NONE:
+            return None
+        kinds = importlib.import_module("torchtitan.distributed.activation_checkpoint")
+        return (kinds.FullAC if choice is ActivationCheckpointing.FULL else kinds.SelectiveAC).Config()
 
     def parallelize(self, model: Any, *, plan: StagePlan, is_tied: bool) -> None:
         """Cut a model, whose weights are not there yet, by torchtitan's own function for its family."""
@@ -225,7 +229,7 @@ class _Titan:
             training=self._config.TrainingConfig(mixed_precision_param=dtype),
             parallelism=parallelism,
             compile_config=self._config.CompileConfig(),
-            ac_config=self.recompute() if plan.activation_checkpointing else None,
+            ac_config=self.recompute(plan.activation_checkpointing),
             dump_folder="",
         )
         for part in model.modules():

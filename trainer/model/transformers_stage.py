@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.errors import ConfigError
 from trainer.model import varlen
+from trainer.model.checkpointing import checkpoint_options
 from trainer.model.stage import StagePlan
 from trainer.parallel.boxes import packed_dimensions, placed
 from trainer.parallel.context import gather_outputs
@@ -20,8 +22,8 @@ from trainer.rows.packed_row import PackedRow, Vision
 
 def build(module: PreTrainedModel, plan: StagePlan) -> TransformersStage:
     """Cut a loaded model down to this rank's share of a stage, in place."""
-    if plan.activation_checkpointing:
-        _recompute_layers(module)
+    if plan.activation_checkpointing is not ActivationCheckpointing.NONE:
+        _recompute_layers(module, plan.activation_checkpointing)
     stage = TransformersStage(module, plan)
     stage.shardings = spread(
         module,
@@ -119,8 +121,8 @@ class TransformersStage(torch.nn.Module):
         return hidden.float() @ local(score.weight).float()[0] + local(score.bias).float()
 
 
-def _recompute_layers(module: PreTrainedModel) -> None:
-    module.gradient_checkpointing_enable({"use_reentrant": False})
+def _recompute_layers(module: PreTrainedModel, choice: ActivationCheckpointing) -> None:
+    module.gradient_checkpointing_enable(checkpoint_options(choice))
     layers: Any = module.base_model.layers
     for layer in layers:
         layer.training = True  # of the layer alone, which asks for it: the modules in it have no dropout still

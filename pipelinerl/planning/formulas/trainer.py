@@ -71,9 +71,17 @@ TRAINER_MEMORY = (
         "counted on transformers' own modules by tests/planning; attention scores are not kept (arXiv 2205.14135)",
     ),
     Row(
+        "again_kept_bytes",
+        "B",
+        "dtype_bytes * (hidden + keeps_products * (2 * hidden + (query_width + value_width"
+        " + (2 * query_width if is_latent else cache_width) + 2 * inner_width) / tensor))",
+        "the same of a layer that is computed again: its input; with selective checkpointing also what its matrix products and its"
+        " attention gave",
+    ),
+    Row(
         "activation_bytes",
         "B",
-        "rank_tokens * ((layers * hidden * dtype_bytes + layer_kept_bytes) if is_checkpointed else layers * layer_kept_bytes)",
+        "rank_tokens * ((layers * again_kept_bytes + layer_kept_bytes) if is_checkpointed else layers * layer_kept_bytes)",
         "activations: a pipeline's first rank keeps as many rows as it has ranks, of as many times fewer layers",
         "arXiv 2205.05198 (checkpointing), 2104.04473 (1F1B)",
     ),
@@ -109,7 +117,7 @@ TRAINER_MEMORY = (
         "at_head_bytes",
         "B",
         "root_bytes + is_sharded * layer_parameters * dtype_bytes * (stage_layers if pipeline > 1 else 1) + pipeline_bytes"
-        " + rank_tokens * layers * (hidden * dtype_bytes if is_checkpointed else layer_kept_bytes) / pipeline"
+        " + rank_tokens * layers * (again_kept_bytes if is_checkpointed else layer_kept_bytes) / pipeline"
         " + head_bytes + kept_logits_bytes + trains_all * embedding_parameters / tensor * (4 + (dtype_bytes if dtype_bytes < 4 else 0))",
         "alive where the backward pass leaves the output embedding, whose gradient is added up in float32 and rounded",
     ),
@@ -198,8 +206,8 @@ TRAINING = (
     Row(
         "passes",
         "",
-        "(3 + is_checkpointed) * epochs + (1 if epochs > 1 else 0) + references + 4 * critics",
-        "forward passes that a token costs; a backward pass counts as two",
+        "(3 + is_checkpointed * (0.05 if keeps_products else 1)) * epochs + (1 if epochs > 1 else 0) + references + 4 * critics",
+        "forward passes that a token costs; a backward pass counts as two, what selective checkpointing computes again as 0.05",
     ),
     Row(
         "row_compute_s",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.data.expert_routes import routes_of
 from tests.pretended.traffic import CUDA, Traffic, on_a_device
 from tests.trainer import tiny
@@ -78,7 +79,7 @@ def samples() -> list[dict[str, np.ndarray]]:
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen2", {}),
-    "tied": ("qwen3", {"activation_checkpointing": True}),
+    "tied": ("qwen3", {"activation_checkpointing": ActivationCheckpointing.FULL}),
     "experts": ("qwen3_moe", {"replay_routing": True}),
     "adapters": ("llama", {"adapters": Adapters(rank=4, alpha=8, targets=("q_proj", "v_proj"), seed=0)}),
 }
