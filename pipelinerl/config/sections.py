@@ -239,6 +239,9 @@ class TrainerSection(Section):
         description="what the backward pass computes again, to keep less: none, selective (all but matrix products and attention: about"
         " half the memory, little work) or full (every layer: its input alone is kept, a third more work)",
     )
+    prefetch_layers: PositiveInt = Field(
+        1, description="layers whose sharded weights are gathered ahead of the one that computes, forward and backward (fsdp2)"
+    )
     offload: Offload = Field(Offload.NOTHING, description="what the trainer keeps on the host: nothing, optimizer or weights")
     float32_head: bool = Field(False, description="compute logits in float32 where the model is in bfloat16; the engine has to, too")
     cores: tuple[int, ...] = Field((), description="CPU core of each rank, one each; empty lets the system choose")

@@ -669,6 +669,7 @@ KEYS = [
     "trainer.max_logprob_gap",
     "trainer.max_mismatch_kl",
     "trainer.activation_checkpointing",
+    "trainer.prefetch_layers",
     "trainer.offload",
     "trainer.float32_head",
     "trainer.cores",

@@ -42,15 +42,35 @@ def test_recomputing_changes_what_is_kept_and_nothing_else(folders: dict[str, Pa
         assert all(torch.equal(*pair) for pair in zip(gradients[0], again, strict=True))
 
 
-class Products(TorchDispatchMode):
-    """Counts what selective checkpointing keeps the outputs of."""
+def test_experts_are_one_grouped_product_that_equals_the_loop_over_them(folders: dict[str, Path]) -> None:
+    """transformers takes torch's grouped product where the device has it, and its own loop elsewhere, which is the reference here."""
+    gradients: dict[str, list[torch.Tensor]] = {}
+    num_grouped: dict[str, int] = {}
+    for kind in ("grouped_mm", "eager"):
+        model = make_model(folders["qwen3_moe"])
+        if kind == "eager":
+            model.module.set_experts_implementation("eager")
+        with Products(torch.ops.aten._grouped_mm.default) as products:
+            packed_logprobs(model, _samples()).sum().backward()
+        num_grouped[kind] = products.num
+        gradients[kind] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert num_grouped == {"grouped_mm": 2 * (2 + 4), "eager": 0}, (
+        "of two layers with two products each, and two for each in the backward pass"
+    )
+    for grouped, looped in zip(*gradients.values(), strict=True):
+        assert float((grouped - looped).norm() / looped.norm()) < 1e-6
 
-    def __init__(self) -> None:
+
+class Products(TorchDispatchMode):
+    """Counts what selective checkpointing keeps the outputs of, or other operators."""
+
+    def __init__(self, *operators: Any) -> None:
         super().__init__()
         self.num = 0
+        self._operators = operators or KEPT
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func in KEPT
+        self.num += func in self._operators
         return func(*args, **(kwargs or {}))
 
 

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401  # it registers an operator that is named here
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from pipelinerl.config.trainer_memory import ActivationCheckpointing
@@ -20,6 +21,7 @@ KEPT = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten._grouped_mm.default,
+    torch.ops.transformers.grouped_mm_fallback.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -32,6 +32,7 @@ def build(module: PreTrainedModel, plan: StagePlan) -> TransformersStage:
         dtype=plan.dtype,
         held_dtype=plan.held_dtype,
         index=plan.index,
+        prefetch_layers=plan.prefetch_layers,
         is_offloaded=plan.is_offloaded,
     )
     if plan.is_offloaded:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,12 +53,14 @@ def spread(
     dtype: torch.dtype,
     held_dtype: torch.dtype,
     index: int = 0,
+    prefetch_layers: int = 1,
     is_offloaded: bool = False,
 ) -> list[ParameterSharding]:
     """Cut `module`, which `stage` runs, down to this rank's share; return how each of its trainable parameters is held.
 
     `index` is the stage's place in the pipeline. Where the weights are sharded, every piece is held in `held_dtype`, whatever `module` has,
-    and computes in `dtype`; with `is_offloaded`, it stays on the host, and is on the device while its layer computes.
+    and computes in `dtype`, and `prefetch_layers` are gathered ahead of the layer that computes; with
+    `is_offloaded`, it stays on the host, and is on the device while its layer computes.
     """
     layout = replicas.layout
     if replicas.size == 1:
@@ -78,6 +80,8 @@ def spread(
         experts = tuple(prefix for prefix in experts if prefix.removesuffix(".") in here)
     if layout.shard > 1:
         _shard(module, stage, experts=experts, replicas=replicas, dtype=dtype, held_dtype=held_dtype, is_offloaded=is_offloaded)
+        if layout.pipeline == 1:  # a pipeline's ranks gather each layer once, and keep it for the other rows
+            _prefetch(module, num_layers=prefetch_layers)
     dense = group_of(replicas, "copy") if layout.shard > 1 else group_of(replicas, "copy", "shard", "context")
     partial = dense + group_of(replicas, "tensor")
     expert = ()
@@ -245,6 +249,22 @@ def _shard(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # a factor of 1 by itself is a kind of sum that gloo does not know
+
+
+def _prefetch(module: PreTrainedModel, *, num_layers: int) -> None:
+    """Have so many layers gathered ahead of each, in both passes; torch by itself gathers one ahead, in the backward pass alone.
+
+    Else a forward pass gathers a layer when it reaches it, and hides the wait only where the host runs ahead of the device.
+    """
+    layers: Any = module.base_model.layers
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(_sharded_parts(layers[number : number + 1 + num_layers])[1:])
+        layer.set_modules_to_backward_prefetch(_sharded_parts(reversed(layers[max(0, number - num_layers) : number + 1]))[1:])
+
+
+def _sharded_parts(layers: Iterable[torch.nn.Module]) -> list[FSDPModule]:
+    """Give the layers, and in each the experts that it has apart, in order."""
+    return [part for layer in layers for part in layer.modules() if isinstance(part, FSDPModule)]
 
 
 def _cast(part: torch.nn.Module, dtype: torch.dtype) -> None:

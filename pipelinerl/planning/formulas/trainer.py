@@ -53,10 +53,11 @@ TRAINER_MEMORY = (
     Row(
         "gathered_bytes",
         "B",
-        "is_sharded * (layer_parameters * (stage_layers * (dtype_bytes + 4) if pipeline > 1 else 2 * dtype_bytes + 4)"
+        "is_sharded * (layer_parameters * (stage_layers * (dtype_bytes + 4) if pipeline > 1"
+        " else min(1 + prefetch_layers, layers) * dtype_bytes + 4)"
         " + embedding_tables * embedding_parameters / tensor / min(pipeline, embedding_tables) * dtype_bytes)",
-        "gathered weights and gradients: two layers and one's gradients (with a pipeline all of the rank's), embeddings",
-        "torch.distributed.fsdp.fully_shard: the next layer is fetched ahead; the root is not freed",
+        "gathered weights and gradients: a layer, those gathered ahead, a layer's gradients (with a pipeline all), embeddings",
+        "torch.distributed.fsdp.fully_shard: the root is not freed",
     ),
     Row("rank_tokens", "tokens", "row_tokens / context", "tokens of a row on one rank"),
     Row(
