@@ -212,6 +212,7 @@ def _trained(
         replicas=replicas,
         temperature=config.rollout.temperature if temperature is None else temperature,
         activation_checkpointing=trainer.activation_checkpointing,
+        is_compiled=trainer.compile,
         prefetch_layers=trainer.prefetch_layers,
         is_offloaded=trainer.offload is Offload.WEIGHTS,
         **options,

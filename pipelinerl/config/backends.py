@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.layout import Layout, Schedule
+from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.errors import ConfigError
 
 
@@ -48,6 +49,16 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of the package that it is in
         return False
+
+
+def problems_of_compiling(backend: TrainerBackend, layout: Layout, checkpointing: ActivationCheckpointing) -> Iterator[str]:
+    """Yield what does not go with compiled parts of layers."""
+    if backend is not TrainerBackend.FSDP2:
+        yield f'trainer.backend = "{backend}", whose code is not compiled'
+    if layout.tensor > 1:
+        yield f"trainer.parallel.tensor = {layout.tensor}, whose collectives are inside those parts"
+    if checkpointing is ActivationCheckpointing.SELECTIVE:
+        yield 'trainer.activation_checkpointing = "selective", which does not see the products in them'
 
 
 def problems_of_backend(backend: TrainerBackend, layout: Layout) -> Iterator[str]:

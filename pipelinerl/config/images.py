@@ -34,6 +34,7 @@ def images_go_with(
         f'trainer.backend = "{trainer.backend}"': trainer.backend is not TrainerBackend.FSDP2,
         f'trainer.offload = "{trainer.offload}"': trainer.offload is Offload.WEIGHTS,
         "trainer.activation_checkpointing": trainer.activation_checkpointing is not ActivationCheckpointing.NONE,
+        "trainer.compile": trainer.compile,
         "engine.options.tensor_parallel_size or pipeline_parallel_size": engine.num_ranks > 1,
         'engine.quantization = "int8"': engine.quantization == "int8",
         "lora.rank": lora.rank > 0,

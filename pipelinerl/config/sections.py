@@ -239,6 +239,7 @@ class TrainerSection(Section):
         description="what the backward pass computes again, to keep less: none, selective (all but matrix products and attention: about"
         " half the memory, little work) or full (every layer: its input alone is kept, a third more work)",
     )
+    compile: bool = Field(False, description="torch.compile norms and feed-forward layers, once for rows of any length (fsdp2)")
     prefetch_layers: PositiveInt = Field(
         1, description="layers whose sharded weights are gathered ahead of the one that computes, forward and backward (fsdp2)"
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipelinerl.config.backends import TrainerBackend, problems_of_backend
+from pipelinerl.config.backends import TrainerBackend, problems_of_backend, problems_of_compiling
 from pipelinerl.config.constrained_sampling import constraints_are_accounted_for
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.images import images_go_with
@@ -26,7 +26,6 @@ from pipelinerl.config.sections import (
     EvaluationSection,
     LoraSection,
     ModelSection,
-    Offload,
     ReferenceSection,
     RolloutSection,
     SftSection,
@@ -37,6 +36,7 @@ from pipelinerl.config.sections import (
 from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
 from pipelinerl.config.speculation import speculation_goes_with
 from pipelinerl.config.tinker import TinkerSection
+from pipelinerl.config.trainer_memory import Offload
 from pipelinerl.runtime.machine import has_amx
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -231,6 +231,8 @@ def _backend_can_do_it(model: ModelSection, trainer: TrainerSection, lora: LoraS
         found += [f"{key} is written for fsdp2 alone" for key, is_asked in asked.items() if is_asked]
     if found:
         yield f'trainer.backend is "{trainer.backend}": {"; ".join(found)}. Leave that out, or set trainer.backend to "fsdp2".'
+    if trainer.compile and (against := list(problems_of_compiling(trainer.backend, trainer.layout, trainer.activation_checkpointing))):
+        yield f"trainer.compile does not go with {'; nor with '.join(against)}. Leave one of them out."
 
 
 def _zero_bubble_adds_up_in_float32(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:

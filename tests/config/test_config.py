@@ -296,6 +296,7 @@ def test_what_does_not_go_with_a_model_that_takes_images_is_told_before_anything
         'trainer.backend = "torchtitan"': {"trainer": {"backend": "torchtitan"}},
         'trainer.offload = "weights"': {"trainer": {"offload": "weights"}},
         "trainer.activation_checkpointing": {"trainer": {"activation_checkpointing": "full"}},
+        "trainer.compile": {"trainer": {"compile": True}},
         "engine.options.tensor_parallel_size or pipeline_parallel_size": {"engine": {"options": {"tensor_parallel_size": 2}}},
         'engine.quantization = "int8"': {"engine": {"quantization": "int8"}},
         "lora.rank": {"lora": {"rank": 4}},
@@ -669,6 +670,7 @@ KEYS = [
     "trainer.max_logprob_gap",
     "trainer.max_mismatch_kl",
     "trainer.activation_checkpointing",
+    "trainer.compile",
     "trainer.prefetch_layers",
     "trainer.offload",
     "trainer.float32_head",
@@ -771,6 +773,16 @@ def test_an_old_name_is_refused_with_the_new_one(monkeypatch: pytest.MonkeyPatch
         parse({"weights": {"old_name": True}, "prm": {"before": {"keep": 3}}}, origin="run.toml")
     assert "weights.old_name is now called weights.delta" in str(error.value)
     assert "prm.before.keep is now called prm.max_steps" in str(error.value)
+
+
+def test_compiled_parts_are_refused_with_what_is_inside_them():
+    trainer = {"compile": True, "ranks": 2, "parallel": {"tensor": 2}, "activation_checkpointing": "selective"}
+    (found,) = [line for line in problems_of(tree(trainer=trainer)) if "compile" in line]
+    assert found == (
+        "trainer.compile does not go with trainer.parallel.tensor = 2, whose collectives are inside those parts; nor with"
+        ' trainer.activation_checkpointing = "selective", which does not see the products in them. Leave one of them out.'
+    )
+    assert parse(tree(trainer={"compile": True}), origin="my.toml").trainer.compile
 
 
 def test_an_old_value_is_refused_with_the_new_one():

@@ -53,6 +53,7 @@ class Model:
         device: torch.device,
         replicas: Replicas | None = None,
         activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE,
+        is_compiled: bool = False,
         prefetch_layers: int = 1,
         has_float32_head: bool = False,
         is_offloaded: bool = False,
@@ -67,11 +68,11 @@ class Model:
     ) -> None:
         """Load the weights. Raises `ConfigError` where the folder cannot be loaded or the dtype cannot be trained in.
 
-        `activation_checkpointing` says what of a layer is computed again in the backward pass in place of being kept for it;
-        of sharded layers `prefetch_layers` are gathered ahead of the one that computes. With
-        `is_offloaded`, weights that are sharded stay on the host but for the layer that computes. With `gives_values` this is a value
-        model, of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else.
-        `replay_routing` sends tokens to the experts that their row names. `gives_square_sums` adds up squared probabilities over all
+        `activation_checkpointing` says what of a layer is computed again in the backward pass in place of being kept for it. With
+        `is_compiled` norms and feed-forward layers are compiled. Of sharded layers, `prefetch_layers` are gathered ahead of the one that
+        computes; with `is_offloaded`, the weights stay on the host but for these. With `gives_values` this is a value model,
+        of values 0 where the folder holds a language model only. With `adapters` those are trained, and nothing else. `replay_routing`
+        sends tokens to the experts that their row names. `gives_square_sums` adds up squared probabilities over all
         words, too; with `divergence_mix` rows with teachers have divergences from them. `holds_gradients`: see the attribute; by default
         where the device has room for that. `backend` is whose code computes; `pipelinerl.config.backends` knows what each cannot do.
         """
@@ -128,6 +129,7 @@ class Model:
                 held_dtype=held_dtype,
                 device=device,
                 activation_checkpointing=activation_checkpointing,
+                is_compiled=is_compiled,
                 prefetch_layers=prefetch_layers,
                 is_offloaded=is_offloaded,
             )

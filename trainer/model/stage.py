@@ -36,6 +36,8 @@ class StagePlan:
     """Of sharded weights, which take the updates."""
     device: torch.device
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    is_compiled: bool = False
+    """The parts of layers beside attention are compiled."""
     prefetch_layers: int = 1
     """Sharded layers that are gathered ahead of the one that computes."""
     is_offloaded: bool = False

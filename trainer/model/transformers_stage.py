@@ -13,6 +13,7 @@ from pipelinerl.config.trainer_memory import ActivationCheckpointing
 from pipelinerl.errors import ConfigError
 from trainer.model import varlen
 from trainer.model.checkpointing import checkpoint_options
+from trainer.model.compiling import compile_parts
 from trainer.model.stage import StagePlan
 from trainer.parallel.boxes import packed_dimensions, placed
 from trainer.parallel.context import gather_outputs
@@ -24,6 +25,8 @@ def build(module: PreTrainedModel, plan: StagePlan) -> TransformersStage:
     """Cut a loaded model down to this rank's share of a stage, in place."""
     if plan.activation_checkpointing is not ActivationCheckpointing.NONE:
         _recompute_layers(module, plan.activation_checkpointing)
+    if plan.is_compiled:
+        compile_parts(module.base_model.layers, device=plan.device)  # pyright: ignore[reportArgumentType]  # a list of modules
     stage = TransformersStage(module, plan)
     stage.shardings = spread(
         module,
