@@ -36,7 +36,7 @@ from pipelinerl.config.sections import (
 from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
 from pipelinerl.config.speculation import speculation_goes_with
 from pipelinerl.config.tinker import TinkerSection
-from pipelinerl.config.trainer_memory import Offload
+from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
 from pipelinerl.runtime.machine import has_amx
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -231,6 +231,12 @@ def _backend_can_do_it(model: ModelSection, trainer: TrainerSection, lora: LoraS
         found += [f"{key} is written for fsdp2 alone" for key, is_asked in asked.items() if is_asked]
     if found:
         yield f'trainer.backend is "{trainer.backend}": {"; ".join(found)}. Leave that out, or set trainer.backend to "fsdp2".'
+    is_selective = trainer.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+    if trainer.backend is TrainerBackend.MEGATRON and trainer.layout.tensor > 1 and is_selective:
+        yield (
+            'trainer.activation_checkpointing = "selective" keeps outputs of matrix products, and Megatron-Core\'s tensor parallelism adds'
+            ' those of all ranks up in place: gradients would be wrong. Set trainer.activation_checkpointing to "full".'
+        )
     if trainer.compile and (against := list(problems_of_compiling(trainer.backend, trainer.layout, trainer.activation_checkpointing))):
         yield f"trainer.compile does not go with {'; nor with '.join(against)}. Leave one of them out."
 

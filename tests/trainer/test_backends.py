@@ -86,15 +86,14 @@ def test_it_trains_what_transformers_trains(deep: dict[str, Path], tmp_path: Pat
 @pytest.mark.parametrize("case", FOUR_RANKS)
 def test_it_does_so_in_layouts_of_four_ranks(deep: dict[str, Path], tmp_path: Path, case: str) -> None:
     backend, layout = FOUR_RANKS[case]
+    choice = ActivationCheckpointing.SELECTIVE if backend is TITAN else ActivationCheckpointing.FULL
     job = functools.partial(train, folder=deep["llama"], method="gspo", num_steps=1)
     expected = job(Replicas(ranks=1, deadline_s=60))
     (ranks,) = run_jobs(
         [
             (
                 layout,
-                functools.partial(
-                    by_name, job, folder=deep["llama"], backend=backend, activation_checkpointing=ActivationCheckpointing.SELECTIVE
-                ),
+                functools.partial(by_name, job, folder=deep["llama"], backend=backend, activation_checkpointing=choice),
             )
         ],
         tmp_path,
