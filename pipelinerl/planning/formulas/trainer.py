@@ -74,7 +74,7 @@ TRAINER_MEMORY = (
     Row(
         "again_kept_bytes",
         "B",
-        "dtype_bytes * (hidden + keeps_products * (2 * hidden + (query_width + value_width"
+        "dtype_bytes * (hidden + keeps_products * ((2 + experts_per_token) * hidden + (query_width + value_width"
         " + (2 * query_width if is_latent else cache_width) + 2 * inner_width) / tensor))",
         "the same of a layer that is computed again: its input; with selective checkpointing also what its matrix products and its"
         " attention gave",
