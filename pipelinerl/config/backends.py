@@ -51,7 +51,20 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def problems_of_compiling(backend: TrainerBackend, layout: Layout, checkpointing: ActivationCheckpointing) -> Iterator[str]:
+def problems_of_passes(
+    backend: TrainerBackend, layout: Layout, checkpointing: ActivationCheckpointing, *, is_compiled: bool
+) -> Iterator[str]:
+    """Yield what is wrong with how layers are passed through: what of them is kept, and what is compiled."""
+    if backend is TrainerBackend.MEGATRON and layout.tensor > 1 and checkpointing is ActivationCheckpointing.SELECTIVE:
+        yield (
+            'trainer.activation_checkpointing = "selective" keeps outputs of matrix products, and Megatron-Core\'s tensor parallelism adds'
+            ' those of all ranks up in place: gradients would be wrong. Set trainer.activation_checkpointing to "full".'
+        )
+    if is_compiled and (against := list(_problems_of_compiling(backend, layout, checkpointing))):
+        yield f"trainer.compile does not go with {'; nor with '.join(against)}. Leave one of them out."
+
+
+def _problems_of_compiling(backend: TrainerBackend, layout: Layout, checkpointing: ActivationCheckpointing) -> Iterator[str]:
     """Yield what does not go with compiled parts of layers."""
     if backend is not TrainerBackend.FSDP2:
         yield f'trainer.backend = "{backend}", whose code is not compiled'

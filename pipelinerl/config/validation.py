@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipelinerl.config.backends import TrainerBackend, problems_of_backend, problems_of_compiling
+from pipelinerl.config.backends import TrainerBackend, problems_of_backend, problems_of_passes
 from pipelinerl.config.constrained_sampling import constraints_are_accounted_for
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.images import images_go_with
@@ -36,7 +36,7 @@ from pipelinerl.config.sections import (
 from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
 from pipelinerl.config.speculation import speculation_goes_with
 from pipelinerl.config.tinker import TinkerSection
-from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
+from pipelinerl.config.trainer_memory import Offload
 from pipelinerl.runtime.machine import has_amx
 
 SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "credential", "credentials")
@@ -231,14 +231,7 @@ def _backend_can_do_it(model: ModelSection, trainer: TrainerSection, lora: LoraS
         found += [f"{key} is written for fsdp2 alone" for key, is_asked in asked.items() if is_asked]
     if found:
         yield f'trainer.backend is "{trainer.backend}": {"; ".join(found)}. Leave that out, or set trainer.backend to "fsdp2".'
-    is_selective = trainer.activation_checkpointing is ActivationCheckpointing.SELECTIVE
-    if trainer.backend is TrainerBackend.MEGATRON and trainer.layout.tensor > 1 and is_selective:
-        yield (
-            'trainer.activation_checkpointing = "selective" keeps outputs of matrix products, and Megatron-Core\'s tensor parallelism adds'
-            ' those of all ranks up in place: gradients would be wrong. Set trainer.activation_checkpointing to "full".'
-        )
-    if trainer.compile and (against := list(problems_of_compiling(trainer.backend, trainer.layout, trainer.activation_checkpointing))):
-        yield f"trainer.compile does not go with {'; nor with '.join(against)}. Leave one of them out."
+    yield from problems_of_passes(trainer.backend, trainer.layout, trainer.activation_checkpointing, is_compiled=trainer.compile)
 
 
 def _zero_bubble_adds_up_in_float32(model: ModelSection, trainer: TrainerSection) -> Iterator[str]:
