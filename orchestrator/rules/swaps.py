@@ -76,6 +76,8 @@ class Swaps:
         self._swaps: dict[int, Swap] = {}
         self._buffers: dict[Age, str] = {}
         """Buffers not handed back."""
+        self._announced: set[Age] = set()
+        """Policies whose buffers are known, or were handed back."""
 
     def __getitem__(self, engine_id: int) -> Swap:
         return self._swaps.setdefault(engine_id, Swap())
@@ -88,15 +90,22 @@ class Swaps:
         """Forget the buffers of a trainer that is gone: no order can be fulfilled, and refusals may have been due to its end."""
         self.newest = None
         self._buffers.clear()
+        self._announced.clear()
         for swap in self._swaps.values():
             swap.ordered, swap.is_late, swap.fault, swap.num_refusals = None, False, "", 0
 
     def published(self, policy: Policy) -> None:
-        """Note a new policy."""
-        if self.newest is not None and policy.age <= self.newest.age:
+        """Note a policy.
+
+        To an orchestrator that takes another's place a trainer may tell of older ones after a new one: these have buffers, too.
+        """
+        if policy.age in self._announced:
+            return
+        self._announced.add(policy.age)
+        self._buffers[policy.age] = policy.buffer
+        if self.newest is not None and policy.age < self.newest.age:
             return
         self.newest, self.rollback_epoch = policy, max(self.rollback_epoch, policy.age[0])
-        self._buffers[policy.age] = policy.buffer
         for swap in self._swaps.values():
             swap.num_refusals = 0
 

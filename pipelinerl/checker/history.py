@@ -85,11 +85,11 @@ def open_history(run_folder: Path) -> Iterator[History]:
                 f"{path} is of schema {schema}, this checker reads {SCHEMA}: "
                 + ("bring the run up to date with `pipelinerl migrate`" if schema < SCHEMA else "use the version that wrote it")
             )
+        checkpoints = _checkpoints(run_folder / "checkpoints")  # before the ledger, which then holds all of their steps
         database.execute("BEGIN")  # all tables of one moment, also while the run goes on
         (ledger_id,) = database.execute("SELECT id FROM ledger").fetchone()
         damage = [f"row {key!r} of {table} was damaged" for table in TABLES for key in _damaged(database, table)]
         damage += [f"the ledger's file: {said}" for (said,) in database.execute("PRAGMA quick_check(9)") if said != "ok"]
-        checkpoints = _checkpoints(run_folder / "checkpoints")
         yield History(ledger_id=ledger_id, entries=_entries(database, damage), checkpoints=checkpoints, damage=damage)
 
 
@@ -117,9 +117,13 @@ def _checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     for path in sorted(folder.glob("step-*/manifest.json")):
         if path.parent.suffix:  # a draft, or one being removed
             continue
-        manifest = _read_manifest(path)
+        try:
+            manifest = _read_manifest(path)
+        except FileNotFoundError:  # the run goes on, and has removed it
+            continue
         missing = [name for name, file in manifest["files"].items() if not _is_as_written(path.parent / name, file)]
-        found.append(Checkpoint(name=path.parent.name, manifest=manifest, missing=tuple(missing)))
+        if path.exists():
+            found.append(Checkpoint(name=path.parent.name, manifest=manifest, missing=tuple(missing)))
     return tuple(found)
 
 

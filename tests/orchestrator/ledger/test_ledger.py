@@ -18,6 +18,7 @@ from orchestrator.ledger.ledger import Ledger
 from orchestrator.ledger.rollouts import RUN_ENDED, Counts, RolloutSummary
 from orchestrator.ledger.snapshot import commit_of, first_kept_step, read_resting, read_snapshot, read_steps, read_successes, saved_versions
 from orchestrator.rules.curriculum import Rest
+from pipelinerl.checker import history as checked_history
 from pipelinerl.checker.history import open_history
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import EarlyStopDecision, Outcome, Sample, TerminalStatus
@@ -532,6 +533,29 @@ def problems_of(path: Path) -> list[str]:
             return history.damage
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
         return [str(error)]
+
+
+def test_the_checker_reads_the_checkpoints_of_a_run_under_way_before_the_ledger_which_then_has_their_steps(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    busy_ledger(path)
+    (path.parent / "checkpoints" / "step-000001").mkdir(parents=True)
+    (path.parent / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
+
+    def goes_on(path: Path) -> dict[str, dict[str, object]]:
+        """The run writes to its ledger, and removes the checkpoint, while its manifest is read."""
+        with contextlib.closing(sqlite3.connect(path.parents[2] / "ledger.sqlite")) as database:
+            database.execute("UPDATE events SET reward = 0.5 WHERE kind = 'scored' AND rollout_id = '3/0'")
+            database.commit()
+        path.unlink()
+        return {"files": {"gone": {}}}
+
+    monkeypatch.setattr(checked_history, "_read_manifest", goes_on)
+    monkeypatch.setattr(checked_history, "_is_as_written", lambda path, file: False)
+    with open_history(path.parent) as found:
+        list(found.entries)
+    assert found.checkpoints == (), "one that was removed lacks no files"
+    assert len(found.damage) == 1, "what was written while the checkpoints were read is seen"
 
 
 def test_the_checker_finds_an_entry_of_the_history_that_was_changed(path: Path):

@@ -119,7 +119,7 @@ def test_a_rollback_is_a_later_lineage_and_orders_of_the_earlier_one_are_no_news
     assert swaps.newest == policy(1, rollback_epoch=1)
     assert not swaps.committed(0, (0, 1))
     assert swaps.committed(0, (1, 1))
-    assert swaps.take_free_buffers() == ["buffer-0.1", "buffer-0.2"]
+    assert swaps.take_free_buffers() == ["buffer-0.1", "buffer-0.2", "buffer-0.3"]
 
 
 def test_what_every_engine_holds_is_the_oldest_and_unknown_while_one_needs_a_whole_policy():
@@ -198,6 +198,23 @@ def test_an_engine_that_is_asleep_is_woken_for_an_evaluation_before_it_keeps_its
     assert swaps.next_order(0) is not None
     swaps.committed(0, (0, 1))
     assert published(swaps, 2, engines=(0,)) == []
+
+
+def test_older_policies_that_are_told_of_after_a_new_one_give_their_buffers_back_once():
+    """A trainer that outlives its orchestrator may publish before it tells the next one what it still has."""
+    swaps = Swaps()
+    swaps.joined(0, (0, 2))
+    for version in (3, 1, 2):
+        swaps.published(policy(version))
+    order = swaps.next_order(0)
+    assert order is not None
+    assert order.age == (0, 3), "an older one is no news to engines"
+    assert swaps.take_free_buffers() == ["buffer-0.1"], "the engine serves from 2"
+    swaps.committed(0, (0, 3))
+    assert swaps.take_free_buffers() == ["buffer-0.2"]
+    for version in (1, 2, 3):
+        swaps.published(policy(version))
+    assert swaps.take_free_buffers() == [], "what was handed back may hold a newer policy by now"
 
 
 def test_a_buffer_that_holds_every_policy_in_turn_is_never_handed_back():
