@@ -95,6 +95,7 @@ def swap_under_way(
                     continue
                 assert isinstance(message, WeightsCommitted), message
                 found.commits.append(message)
+                wait = max(wait, STEPS_BETWEEN // 2)  # with a full queue of passes none is launched at once, and each policy is to sample
                 if len(buffers) > 1:
                     publisher.release(buffers.pop(0))
         loop.outbox.clear()
