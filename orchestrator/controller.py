@@ -347,6 +347,9 @@ def not_in_scripts(config: Config) -> Iterator[Finding]:
             without = f"run the config without a script: `pipelinerl {_SENT_BY[name]}`"
             do = f"leave {keys} out, and start it on a machine with GPUs for all, or {without}"
             yield Finding(Level.FAIL, name, found, do)
+    if config.is_mixed:
+        found = f"is {config.engine.apart}, and a script may await what an engine has that sleeps until the script itself publishes"
+        yield Finding(Level.FAIL, "engine.apart", found, "leave it out: all engines then take turns, or none does (pipeline.placement)")
     for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
         if key in getattr(config, section).model_fields_set:
             yield note(f"{section}.{key}", f"does nothing in a script's run unless the script reads it: {instead} says it")

@@ -203,7 +203,7 @@ class Parts:
             failure_ends_run=True,
         )
         self.peers = (self.engines.peers, scorers, self.trainer, *self._connect_gateway())
-        self.alternation = Alternation(engines=self.engines, journal=given.journal) if config.is_colocated else Alternation()
+        self.alternation = self._alternation() if config.is_colocated else Alternation()
         """The phases of engines and trainer, where they share their devices."""
         self.limit = RunningLimit(
             admission=self.admission,
@@ -214,6 +214,15 @@ class Parts:
         )
         if config.pipeline.adaptive_concurrency:
             self.limit.adapt_to_caches(self.engines, num_engines=config.engine.count)
+
+    def _alternation(self) -> Alternation:
+        return Alternation(
+            engines=self.engines,
+            takes_turns=self.config.takes_turns,
+            most_steps=max(1, self.schedule.max_staleness) if self.config.is_mixed else None,
+            num_closable=self.admission.num_closable,
+            journal=self.given.journal,
+        )
 
     def _connect_gateway(self) -> tuple[Peers, ...]:
         self.gateway: Gateway | None = None

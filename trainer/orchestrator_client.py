@@ -257,6 +257,7 @@ class OrchestratorClient:
                     transport=message.transport,
                     rollback_epoch=message.rollback_epoch,
                     shards=message.shards,
+                    num_apart=message.num_apart,
                 )
                 self._knows_layout = True
                 for published in self._session.published():  # to another orchestrator: the one before has heard of them

@@ -34,7 +34,7 @@ class TrainerSession:
         self._failed: CheckpointFailed | None = None
         """The last failure, where no checkpoint was written since."""
         self._published: dict[str, PolicyPublished] = {}
-        """Policies that may be fetched, by buffer, in the order of their publication."""
+        """Policies that may be fetched, by the buffer that is handed back, in the order of their publication."""
         self._ended: TrainingEnded | None = None
         """Once it trains no further."""
 
@@ -45,7 +45,7 @@ class TrainerSession:
             case StepDone():
                 self._ready = replace(self._ready, version=message.step + 1, commit=self._commits.pop(message.step, ""))
             case PolicyPublished():
-                self._published[message.buffer] = message
+                self._published[message.copy or message.buffer] = message
             case CheckpointSaved():
                 saved = {"saved": message.version, "saved_commit": message.commit, "oldest": message.oldest}
                 damaged = tuple(one for one in self._ready.damaged if one.version > message.version)

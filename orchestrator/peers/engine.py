@@ -46,6 +46,8 @@ class Engine:
     """True where it keeps committing violations, or says that it has failed: its process is being replaced."""
     leaves_for: str = ""
     """The reason why it leaves the run, or is given up; empty while it stays. Its running sequences go on until it is dismissed."""
+    is_asleep: bool = False
+    """True while the trainer has its devices, and others of the run take new work. Its sequences go on once it is awake."""
     images: ImagesSent = dataclasses.field(default_factory=ImagesSent)
     """The images that its process holds."""
     num_outstanding: int = 0
@@ -63,8 +65,8 @@ class Engine:
 
     @property
     def takes_work(self) -> bool:
-        """True where it is neither fenced, nor about to be replaced or to leave."""
-        return not (self.fault or self.is_rejected or self.leaves_for)
+        """True where it is neither fenced, nor asleep, nor about to be replaced or to leave."""
+        return not (self.fault or self.is_asleep or self.is_rejected or self.leaves_for)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

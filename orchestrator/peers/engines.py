@@ -74,6 +74,8 @@ class Engines:
         self._engines: dict[int, Engine] = {}
         self._loads = Loads()
         """The engines that take new work."""
+        self._asleep: set[int] = set()
+        """Those that are asleep while others take new work."""
         self._not_taken: dict[str, Violation] = {}
         """The violation in the announcement of a peer, by its name."""
         self._num_tokens_of_gone = 0
@@ -139,8 +141,16 @@ class Engines:
         return engine is not None and engine.takes_work and self.peers.is_reachable(engine.peer)
 
     def all_hold(self, version: int) -> bool:
-        """Return whether no engine is missing, at least one takes new work, and all that do sample under `version` or a later one."""
-        return not self.num_missing and min(self._loads.versions(), default=version - 1) >= version
+        """Return whether no engine is missing or asleep, at least one takes new work, and all that do sample under `version` or a later
+        one.
+        """
+        is_whole = not self.num_missing and not self._asleep
+        return is_whole and min(self._loads.versions(), default=version - 1) >= version
+
+    def num_kept_free(self, max_running: int) -> int:
+        """Return how many of `max_running` rollouts engines that are asleep would have besides those that they hold: nobody else's."""
+        share = max_running // max(1, len(self._engines))
+        return sum(max(0, share - self._engines[engine_id].num_outstanding) for engine_id in self._asleep)
 
     def oldest_version(self) -> int:
         """Return the newest version that every engine that takes new work has reached; 0 where none takes any."""
@@ -175,6 +185,14 @@ class Engines:
             engine.fault = ""
             self._note(engine)
         self.changed.set()
+
+    def rest(self, engine: Engine, *, is_asleep: bool) -> None:
+        """Give an engine no new work while it is asleep."""
+        engine.is_asleep = is_asleep
+        (self._asleep.add if is_asleep else self._asleep.discard)(engine.engine_id)
+        self._note(engine)
+        self.changed.set()
+        self._credits.set()
 
     def leave(self, engine: Engine, reason: str) -> None:
         """Give an engine no new work, as it is to leave; with an empty reason, give it some again, as it stays."""
@@ -323,6 +341,7 @@ class Engines:
         if engine is None:
             return
         self._loads.forget(engine_id)
+        self._asleep.discard(engine_id)
         self._num_tokens_of_gone += engine.load.num_tokens if engine.load else 0
         self.requests.give_back(engine)
         self.membership.ended(engine_id)

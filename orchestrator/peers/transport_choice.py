@@ -37,7 +37,13 @@ class TransportChoice:
         self.journal.write("choice", text=reason)
         print(reason, flush=True)
         shards = engines.shards() if weights.transport == "sharded" or self.config.is_colocated else ()
-        return LayoutFixed(tensors=engines.layout(), num_engines=self.config.engine.most, transport=self._transport, shards=shards)
+        return LayoutFixed(
+            tensors=engines.layout(),
+            num_engines=self.config.engine.most,
+            transport=self._transport,
+            shards=shards,
+            num_apart=self.config.engine.apart,
+        )
 
     def why_unreached(self, ready: EngineReady) -> str | None:
         """Say why no policy would reach an engine that joins a run under way; None where they do, or nothing was chosen yet."""

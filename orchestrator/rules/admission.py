@@ -102,6 +102,10 @@ class Admission:
         """Return how many groups may be accepted or running: (K + version + 1) * B, and never more than the run trains on."""
         return min(self.schedule.max_staleness + version + 1, self._num_steps) * self._groups_per_step
 
+    def num_closable(self, version: int) -> int:
+        """Return how many steps can be closed before a policy after `version` is published."""
+        return self.limit(version) // self._groups_per_step
+
     def holds_back(self, *, version: int, num_generating: int, engines_are_current: bool) -> str | None:
         """Name what another group would have to wait for; return None where an engine that samples under `version` may generate it now.
 

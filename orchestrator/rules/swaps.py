@@ -4,6 +4,9 @@ Every engine moves at its own pace: it has at most one order open, and when that
 published in between. So an engine reads at most two buffers, the one it serves from and the one it was told to fetch, and every other
 buffer but the newest can be handed back at once.
 
+Where some engines take turns with the trainer and others have devices of their own, a policy lies twice: where it is trained, for the
+former, and in a copy, for the latter. Each is handed back by those that read it.
+
 An engine whose swap fails or is late is fenced: it ends its running sequences under its old version, takes no new ones, and is refilled
 with the newest policy until it holds one. More than `MAX_REFILLS` refusals in a row of the *same* policy end the refilling; the next policy
 is a new chance.
@@ -12,6 +15,7 @@ is a new chance.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 MAX_REFILLS = 2
 """Times an engine is told again to fetch a policy that it refused. A larger value helps against faults that pass slowly, and repeats
@@ -35,6 +39,8 @@ class Policy:
     age: Age
     buffer: str
     digest: str
+    copy: str = ""
+    """Its buffer for engines that have devices of their own, where others take turns with the trainer; empty where all read `buffer`."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -69,13 +75,17 @@ class Swap:
 class Swaps:
     """Every engine's place in the sequence of policies. Messages may repeat and come in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_copies: Callable[[int], bool] = lambda engine_id: False) -> None:
+        """`reads_copies` says whether an engine fetches the copies of policies."""
+        self._reads_copies = reads_copies
         self.newest: Policy | None = None
         self.rollback_epoch = 0
         """The newest rollback epoch that a trainer or an engine has named; it outlives the trainer that began it."""
         self._swaps: dict[int, Swap] = {}
         self._buffers: dict[Age, str] = {}
         """Buffers not handed back."""
+        self._copies: dict[Age, str] = {}
+        """Those of copies."""
         self._announced: set[Age] = set()
         """Policies whose buffers are known, or were handed back."""
 
@@ -90,6 +100,7 @@ class Swaps:
         """Forget the buffers of a trainer that is gone: no order can be fulfilled, and refusals may have been due to its end."""
         self.newest = None
         self._buffers.clear()
+        self._copies.clear()
         self._announced.clear()
         for swap in self._swaps.values():
             swap.ordered, swap.is_late, swap.fault, swap.num_refusals = None, False, "", 0
@@ -103,6 +114,8 @@ class Swaps:
             return
         self._announced.add(policy.age)
         self._buffers[policy.age] = policy.buffer
+        if policy.copy:
+            self._copies[policy.age] = policy.copy
         if self.newest is not None and policy.age < self.newest.age:
             return
         self.newest, self.rollback_epoch = policy, max(self.rollback_epoch, policy.age[0])
@@ -129,6 +142,10 @@ class Swaps:
             return None
         swap.ordered = self.newest.age
         return self.newest
+
+    def buffer_of(self, policy: Policy, engine_id: int) -> str:
+        """Return the buffer from which an engine fetches a policy."""
+        return policy.copy if self._reads_copies(engine_id) else policy.buffer
 
     def pin(self, engine_id: int, *, is_pinned: bool) -> None:
         """Have an engine keep what it holds once its open order has ended, or have it follow new policies again."""
@@ -200,11 +217,15 @@ class Swaps:
 
     def take_free_buffers(self) -> list[str]:
         """Return the buffers that no engine reads or will be told to read, oldest first, each once."""
-        used = {swap.held for swap in self._swaps.values()} | {swap.ordered for swap in self._swaps.values()}
+        return [*self._take_free(self._buffers, of_copies=False), *self._take_free(self._copies, of_copies=True)]
+
+    def _take_free(self, buffers: dict[Age, str], *, of_copies: bool) -> list[str]:
+        readers = [swap for engine_id, swap in self._swaps.items() if self._reads_copies(engine_id) is of_copies]
+        used = {swap.held for swap in readers} | {swap.ordered for swap in readers}
         if self.newest is not None:
             used.add(self.newest.age)
-        names = {self._buffers[age] for age in used if age in self._buffers}  # one buffer may hold every policy in turn
-        old = [self._buffers.pop(age) for age in sorted(self._buffers) if age not in used]
+        names = {buffers[age] for age in used if age in buffers}  # one buffer may hold every policy in turn
+        old = [buffers.pop(age) for age in sorted(buffers) if age not in used]
         return [name for name in dict.fromkeys(old) if name not in names]
 
     def _end_order(self, swap: Swap, age: Age) -> None:

@@ -1,9 +1,13 @@
-"""Where engines and trainer share their devices: tells engines to sleep, the trainer that it may begin, and weight sync to wake them."""
+"""Where engines and trainer share their devices: tells engines to sleep, the trainer that it may begin, and weight sync to wake them.
+
+Engines that have devices of their own, in a run where others take turns, are left alone: they are told of policies at any time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -26,7 +30,13 @@ class Alternation:
     """
 
     engines: Engines | None = None
-    """The engines that share their devices with the trainer; None where they have their own."""
+    """The engines of a run in which some share their devices with the trainer; None where all have their own."""
+    takes_turns: Callable[[int], bool] = lambda engine_id: True
+    """The callback says whether an engine, by its id, does."""
+    most_steps: int | None = None
+    """See `Phases`; None where all engines take turns."""
+    num_closable: Callable[[int], int] = lambda version: sys.maxsize
+    """The callback says how many steps can be closed before a policy after this version is published."""
     journal: Journal | None = None
     num_closed: Callable[[], int] = lambda: 0
     """The callback says how many steps the newest policy should hold; training sets it."""
@@ -40,7 +50,7 @@ class Alternation:
     """The callback orders the newest policy to every engine; weight sync sets it."""
     swaps: Swaps = dataclasses.field(default_factory=Swaps)
     """What engines hold: weight sync's own."""
-    _phases: Phases = dataclasses.field(default_factory=Phases, init=False)
+    _phases: Phases = dataclasses.field(init=False)
     _has_begun: bool = dataclasses.field(default=False, init=False)
     _trained_s: float = dataclasses.field(default=0.0, init=False)
     """Seconds of the training phases that are over."""
@@ -50,6 +60,7 @@ class Alternation:
     """Of the training phase that began last; those of an orchestrator that is gone were smaller."""
 
     def __post_init__(self) -> None:
+        self._phases = Phases(most_steps=self.most_steps)
         if self.engines is not None and self.journal is not None:
             self._phase_id = int(1e6 * self.journal.clock())
             self.engines.peers.on(Asleep, self._hear)
@@ -66,14 +77,25 @@ class Alternation:
         """True where rows may be given to the trainer."""
         return self.engines is None or self._phases.may_train
 
-    @property
-    def may_order(self) -> bool:
-        """True where engines may be told of policies."""
-        return self._phases.phase is Phase.GENERATION
+    def may_train_step(self, step: int) -> bool:
+        """Return whether rows of a step may be given to the trainer."""
+        return self.may_train and self._phases.has_turn(step)
+
+    def is_in_turns(self, engine_id: int) -> bool:
+        """Return whether an engine shares its devices with the trainer."""
+        return self.engines is not None and self.takes_turns(engine_id)
+
+    def may_order(self, engine_id: int) -> bool:
+        """Return whether an engine may be told of policies."""
+        return self._is_generation or not self.is_in_turns(engine_id)
 
     def is_awake(self, engine: Engine) -> bool:
         """Return whether an engine neither sleeps nor is about to."""
-        return self.may_order and not self.swaps.is_asleep(engine.engine_id)
+        return self.may_order(engine.engine_id) and not self.swaps.is_asleep(engine.engine_id)
+
+    @property
+    def _is_generation(self) -> bool:
+        return self._phases.phase is Phase.GENERATION
 
     def begin(self) -> None:
         """Begin with the phases: until then engines generate, for an evaluation before the first step."""
@@ -85,10 +107,17 @@ class Alternation:
         if self.engines is None or not self._has_begun:
             return
         published = None if self.swaps.newest is None else self.swaps.newest.age[1]
-        is_pinned = any(self.swaps[engine.engine_id].is_pinned and self.is_awake(engine) for engine in self.engines)
+        is_pinned = any(self.swaps[engine.engine_id].is_pinned and self.is_awake(engine) for engine in self._in_turns())
         num_closed = self.num_closed()
-        phase = self._phases.next_phase(num_closed=num_closed, published=published, is_pinned=is_pinned, computes=self.computes())
+        phase = self._phases.next_phase(
+            num_closed=num_closed,
+            published=published,
+            is_pinned=is_pinned,
+            computes=self.computes(),
+            num_closable=None if published is None else self.num_closable(published),
+        )
         if phase is None:
+            self._begin_if_all_sleep()  # it may have the devices for longer
             return
         self._trained_s += self._lasted_s if phase is Phase.GENERATION else 0.0
         self._since_s = asyncio.get_running_loop().time()
@@ -97,14 +126,14 @@ class Alternation:
             self.begin_generation()
             return
         self._phase_id += 1
-        for engine in self.engines:
+        for engine in self._in_turns():
             self._send_to_sleep(engine)
         self._begin_if_all_sleep()
 
     @property
     def trained_s(self) -> float:
         """Seconds in which the trainer has had the devices, or waited for them: no engine can answer in these."""
-        return self._trained_s if self.may_order else self._trained_s + self._lasted_s
+        return self._trained_s if self._is_generation else self._trained_s + self._lasted_s
 
     @property
     def _lasted_s(self) -> float:
@@ -113,15 +142,26 @@ class Alternation:
 
     def committed(self, engine: Engine) -> None:
         """Note that an engine has taken a policy, and is awake."""
-        self._phases.woke(engine.engine_id)
+        if self.engines is not None and self.takes_turns(engine.engine_id):
+            self._phases.woke(engine.engine_id)
+            self.engines.rest(engine, is_asleep=False)
+
+    def _in_turns(self) -> list[Engine]:
+        """Return the engines that share their devices with the trainer."""
+        return [engine for engine in self.engines or () if self.takes_turns(engine.engine_id)]
 
     def _send_to_sleep(self, engine: Engine) -> None:
-        if self.engines is not None:
-            self.engines.peers.send(engine.peer, Sleep(phase_id=self._phase_id))
+        if self.engines is None:
+            return
+        if self.most_steps is not None:  # others are awake meanwhile; where all sleep, what is asked of them waits there
+            self.engines.rest(engine, is_asleep=True)
+        self.engines.peers.send(engine.peer, Sleep(phase_id=self._phase_id))
 
     def _on_joined(self, engine: Engine) -> None:
+        if not self.takes_turns(engine.engine_id):
+            return
         self._phases.woke(engine.engine_id)  # if an orchestrator that is gone sent it to sleep, it will say so again
-        if not self.may_order:
+        if not self._is_generation:
             self._send_to_sleep(engine)
 
     def _on_died(self, engine_id: int) -> None:
@@ -139,7 +179,7 @@ class Alternation:
             self.swaps.fell_asleep(engine.engine_id)
             self.engines.changed.set()
             self._begin_if_all_sleep()
-            if self.may_order:  # meanwhile engines have the devices again
+            if self._is_generation:  # meanwhile engines have the devices again
                 self.begin_generation()
 
     def _begin_if_all_sleep(self) -> None:

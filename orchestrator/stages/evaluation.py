@@ -49,6 +49,8 @@ class Pins(Protocol):
 
     def is_settled(self, engine: Engine) -> bool: ...
 
+    def takes_turns(self, engine_id: int) -> bool: ...
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Evaluation:
@@ -119,7 +121,9 @@ class Evaluation:
     async def _pinned(self) -> AsyncIterator[tuple[int, list[int]]]:
         """Keep some engines at one version; yield the version and the ids of these engines."""
         outstanding = self.engines.outstanding()
-        chosen = sorted(outstanding, key=lambda engine_id: outstanding[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
+        apart = {engine_id: held for engine_id, held in outstanding.items() if not self.pins.takes_turns(engine_id)}
+        free = apart or outstanding  # the trainer waits for one that takes turns with it
+        chosen = sorted(free, key=lambda engine_id: free[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
         engines = [self.engines[engine_id] for engine_id in chosen]
         try:
             for engine in engines:

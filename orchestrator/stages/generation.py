@@ -135,7 +135,7 @@ class Generation:
             or self.backpressure()
             or self.admission.holds_back(
                 version=version,
-                num_generating=self._num_generating(),
+                num_generating=self._num_generating() + self.engines.num_kept_free(self.admission.max_running),
                 engines_are_current=self.engines.all_hold(self.admission.version),
             )
         )

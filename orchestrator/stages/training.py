@@ -151,7 +151,7 @@ class Training:
         if self.session.is_starting or not self.alternation.may_train:
             return
         for key, pull in list(self._pulls.items()):
-            answer = self._answer(pull)
+            answer = self._answer(pull) if self.alternation.may_train_step(pull.step) else None
             if answer is not None:
                 del self._pulls[key]
                 if self.trainer.send(f"trainer-{pull.replica}", answer):

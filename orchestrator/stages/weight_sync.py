@@ -62,13 +62,15 @@ class WeightSync:
     """The limits on how far KV caches may lag; by default there are none."""
     alternation: Alternation = dataclasses.field(default_factory=Alternation)
     """The phases of engines and trainer: while it trains on their devices, no engine is told of a policy."""
-    _swaps: Swaps = dataclasses.field(default_factory=Swaps, init=False)
+    _swaps: Swaps = dataclasses.field(init=False)
     _news: PolicyNews = dataclasses.field(init=False)
     _tasks: asyncio.TaskGroup | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        turns = self.alternation
+        self._swaps = Swaps(reads_copies=lambda engine_id: turns.is_used and not turns.is_in_turns(engine_id))
         self._news = PolicyNews(trainer=self.trainer, swaps=self._swaps)
-        self.alternation.swaps, self.alternation.begin_generation = self._swaps, self._order_all
+        turns.swaps, turns.begin_generation = self._swaps, self._order_all
         self.engines.on_policy(WeightsStaged, self._on_staged)
         self.engines.on_policy(WeightsCommitted, self._on_committed)
         self.engines.on_policy(WeightsRefused, self._on_refused)
@@ -99,7 +101,8 @@ class WeightSync:
 
     def _announce(self, published: PolicyPublished) -> None:
         self.journal.write("policy", **msgspec.structs.asdict(published))
-        policy = Policy(age=(published.rollback_epoch, published.version), buffer=published.buffer, digest=published.digest)
+        age = (published.rollback_epoch, published.version)
+        policy = Policy(age=age, buffer=published.buffer, digest=published.digest, copy=published.copy)
         self._swaps.published(policy)
         self.admission.published(published.version)
         self.credits.set()
@@ -114,14 +117,14 @@ class WeightSync:
             self._order(engine)
 
     def _order(self, engine: Engine) -> None:
-        """Tell an engine to fetch the newest policy, unless it has an order already, or the trainer has the devices."""
-        policy = self._swaps.next_order(engine.engine_id) if self.alternation.may_order else None
+        """Tell an engine to fetch the newest policy, unless it has an order already, or the trainer has its devices."""
+        policy = self._swaps.next_order(engine.engine_id) if self.alternation.may_order(engine.engine_id) else None
         if policy is None or self._tasks is None:
             return
         rollback_epoch, version = policy.age
         order = StageWeights(
             version=version,
-            buffer=policy.buffer,
+            buffer=self._swaps.buffer_of(policy, engine.engine_id),
             digest=policy.digest,
             when_idle=self.admission.schedule.swaps_when_idle,
             rollback_epoch=rollback_epoch,
@@ -181,6 +184,10 @@ class WeightSync:
             self._swaps.pin(engine.engine_id, is_pinned=is_pinned)
             self.alternation.update()
             self._order(engine)
+
+    def takes_turns(self, engine_id: int) -> bool:
+        """Return whether an engine that keeps its version holds up the trainer."""
+        return self.alternation.is_in_turns(engine_id)
 
     def is_settled(self, engine: Engine) -> bool:
         """Return whether an engine has no swap under way, and neither sleeps nor is about to."""

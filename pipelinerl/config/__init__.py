@@ -118,6 +118,15 @@ class Config(Section):
         return self.pipeline.placement is Placement.COLOCATED
 
     @property
+    def is_mixed(self) -> bool:
+        """True where some engines take turns with the trainer, and others have devices of their own."""
+        return self.is_colocated and self.engine.apart > 0
+
+    def takes_turns(self, engine_id: int) -> bool:
+        """Return whether an engine shares its devices with the trainer, and sleeps while that has them."""
+        return self.is_colocated and engine_id < self.engine.num_in_turns
+
+    @property
     def learning_rate(self) -> float:
         """Peak of the policy's. Adapters want about ten times what all weights want (arXiv:2405.09673)."""
         return self.trainer.learning_rate or (1e-5 if self.lora.rank else 1e-6)

@@ -1,4 +1,5 @@
-"""Refuses settings that do not go with engines and trainer on the same devices, in turns (`pipeline.placement = "colocated"`)."""
+"""Refuses settings that do not go with engines and trainer on the same devices, in turns (`pipeline.placement = "colocated"`), be it all
+engines or all but some (`engine.apart`)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ def devices_can_be_shared(
     if pipeline.placement is not Placement.COLOCATED:
         if engine.sleep_kv != "drop":
             yield f'engine.sleep_kv is "{engine.sleep_kv}", and no engine sleeps: pipeline.placement is "apart". Leave it out.'
+        if engine.apart:
+            yield f'engine.apart is {engine.apart}, and every engine stands apart: pipeline.placement is "apart". Leave it out.'
         return
+    if engine.apart >= engine.count:
+        yield (
+            f"engine.apart is {engine.apart} and engine.count is {engine.count}: no engine would take turns with the trainer. Raise"
+            ' engine.count, or set pipeline.placement to "apart".'
+        )
     drops_kv = engine.sleep_kv == "drop" and (weights.kv_max_staleness is not None or weights.kv_max_kl is not None)
     for is_there, other, do in (
         (

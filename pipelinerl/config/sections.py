@@ -103,6 +103,11 @@ class EngineSection(Section):
     elsewhere: Annotated[int, Field(ge=0)] = Field(
         0, description="of these, as many are started by `pipelinerl engines RUN`: in other jobs, or on other machines"
     )
+    apart: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="pipeline.placement = colocated: of these engines, the last ones, as many as this, have devices of their own and go on"
+        " while the trainer has those of the others",
+    )
     max_count: PositiveInt | None = Field(
         None, description="engines to which `pipelinerl scale RUN engines=N` may bring a live run; default: twice count, and 8 at least"
     )
@@ -155,6 +160,11 @@ class EngineSection(Section):
     def num_here(self) -> int:
         """Engines that are started with the run."""
         return self.count - self.elsewhere
+
+    @property
+    def num_in_turns(self) -> int:
+        """Engines that share the trainer's devices, in a run that is colocated: the first ones."""
+        return self.count - self.apart
 
     @property
     def most(self) -> int:

@@ -213,7 +213,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
                 policies=run_folder / "weights",
                 adapters=adapters,
                 choices=choices,
-                is_colocated=config.is_colocated,
+                is_colocated=config.takes_turns(engine_id),
+                in_sections=config.is_colocated,
             )
     link = link or ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
     asks_by_request = config.gateway is not None or config.tinker is not None

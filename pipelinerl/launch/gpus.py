@@ -2,9 +2,9 @@
 
 Without a word in the settings engines take the first ones, then the process reward model, then reward models (`[[reward]] model`), then the
 trainer's ranks: the ranks of one engine are neighbours. Where engines and trainer take turns (`pipeline.placement = "colocated"`), the
-trainer's ranks have the engines' GPUs, from the first on. A list (`engine.gpus`, `prm.gpus`, `trainer.gpus`) is dealt in its order, on
-every machine of a run alike; what it names is left out of what the others are dealt. Each process is told its own GPUs on its command
-line, as UUIDs.
+trainer's ranks have the engines' GPUs, from the first on; engines apart (`engine.apart`) follow after these. A list (`engine.gpus`,
+`prm.gpus`, `trainer.gpus`) is dealt in its order, on every machine of a run alike; what it names is left out of what the others are
+dealt. Each process is told its own GPUs on its command line, as UUIDs.
 """
 
 from __future__ import annotations
@@ -103,15 +103,18 @@ def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequenc
         part: named(names, gpus, key=f"{part}.gpus", is_alone=is_alone) for part, names in _names(config).items() if names and wanted[part]
     }
     if config.is_colocated and "trainer" in lists and wanted["engine"]:
-        lists.setdefault("engine", lists["trainer"])
+        lists.setdefault("engine", _beside_trainer(config, wanted["engine"], lists, gpus))
     listed = {gpu.uuid for pool in lists.values() for gpu in pool}
     rest = [gpu for gpu in gpus if gpu.uuid not in listed]
     next_of_rest, taken = 0, {}
+    num_trained_on = sum(wanted["trainer"].values()) if config.is_mixed and "trainer" not in lists else 0
     for part, users in wanted.items():
         pool, first = (lists[part], 0) if part in lists else (rest, next_of_rest)
         if part == "trainer" and part not in lists and config.is_colocated:
             pool, first = lists.get("engine", rest), 0
         for who, count in users.items():
+            if part == "engine" and part not in lists and not _takes_turns(config, who):
+                first = max(first, num_trained_on)
             if first + count > len(pool) and config.engine.shares_gpus:
                 pool = pool if part in lists else list(gpus)
                 first = 0
@@ -121,8 +124,20 @@ def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequenc
             first += count
         if part not in lists:
             next_of_rest = first
-    _refuse_overlaps(taken, shares=config.engine.shares_gpus, takes_turns=config.is_colocated)
+    _refuse_overlaps(config, taken)
     return taken
+
+
+def _beside_trainer(config: Config, engines: Mapping[str, int], lists: Mapping[str, Sequence[Gpu]], gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs of engines, in their order, where those of the trainer are named: theirs, and for engines apart what nobody names."""
+    in_turns = sum(count for who, count in engines.items() if _takes_turns(config, who))
+    listed = {gpu.uuid for pool in lists.values() for gpu in pool}
+    unnamed = [gpu for gpu in gpus if gpu.uuid not in listed]
+    return [*lists["trainer"][:in_turns], *unnamed[: sum(engines.values()) - in_turns]]
+
+
+def _takes_turns(config: Config, who: str) -> bool:
+    return who.startswith("engine-") and config.takes_turns(int(who.removeprefix("engine-")))
 
 
 def _too_few(wanted: Mapping[str, Mapping[str, int]], part: str, pool: Sequence[Gpu], gpus: Sequence[Gpu], *, is_listed: bool) -> str:
@@ -138,13 +153,13 @@ def _too_few(wanted: Mapping[str, Mapping[str, int]], part: str, pool: Sequence[
     return f"{need} GPUs are needed on this machine, one for each rank, and {found}. {do}"
 
 
-def _refuse_overlaps(taken: Mapping[str, tuple[Gpu, ...]], *, shares: bool, takes_turns: bool) -> None:
+def _refuse_overlaps(config: Config, taken: Mapping[str, tuple[Gpu, ...]]) -> None:
     users: dict[str, str] = {}
     for who, gpus in taken.items():
         for gpu in gpus:
             other = users.setdefault(gpu.uuid, who)
-            in_turns = takes_turns and who == TRAINER and other.startswith("engine-")
-            if other != who and not shares and not in_turns:
+            in_turns = who == TRAINER and _takes_turns(config, other)
+            if other != who and not config.engine.shares_gpus and not in_turns:
                 raise ConfigError(
                     f"{other} and {who} are both given GPU {gpu}: each would take its memory for itself. Name others in engine.gpus,"
                     " prm.gpus or trainer.gpus, or say that they share: engine.shares_gpus = true, with engine.kv_cache_bytes"

@@ -58,6 +58,8 @@ class LayoutFixed(Message, frozen=True):
     """What each rank of an engine holds, where policies travel from shard to shard; empty: one rank holds everything."""
     rollback_epoch: int = 0
     """The newest rollback epoch that an engine may know, see `StageWeights`; a trainer that starts again continues in it."""
+    num_apart: int = 0
+    """Number of engines with devices of their own, which read copies of policies, where others take turns with the trainer."""
 
 
 class TakeMicroBatch(Message, frozen=True):
@@ -218,6 +220,10 @@ class PolicyPublished(Message, frozen=True):
     """Seconds that the trainer spent writing the policy."""
     rollback_epoch: int = 0
     """See `StageWeights`; 0 until the trainer rolls back."""
+    copy: Id = ""
+    """The weight buffer, of the same digest, for engines with devices of their own, where others read `buffer` in turns with the trainer.
+    Empty where all engines read `buffer`.
+    """
 
 
 class WeightBufferReleased(Message, frozen=True):

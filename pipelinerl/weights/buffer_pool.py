@@ -26,9 +26,14 @@ def num_buffers_for(num_engines: int) -> int:
 class WeightBufferPool:
     """`acquire` and `publish` belong to the training loop; `release` and `give_up` may come from any thread."""
 
-    def __init__(self, sender: Sender, *, num_bytes: int, max_buffers: int = num_buffers_for(1), in_place: bool = False) -> None:
-        """`in_place`: one buffer holds every policy in turn, because no engine reads while it is written (they are colocated)."""
+    def __init__(
+        self, sender: Sender, *, num_bytes: int, max_buffers: int = num_buffers_for(1), in_place: bool = False, first_number: int = 0
+    ) -> None:
+        """`in_place`: one buffer holds every policy in turn, because no engine reads while it is written (they are colocated).
+        `first_number`: the first one's, where another pool has buffers of the same sender.
+        """
         self.num_bytes = num_bytes
+        self._first_number = first_number
         self._in_place = in_place
         self._sender = sender
         self._max_buffers = 1 if in_place else max_buffers
@@ -48,7 +53,7 @@ class WeightBufferPool:
             while not self._has_given_up:
                 buffer = next((buffer for buffer in self._buffers if self._is_free(buffer)), None)
                 if buffer is None and len(self._buffers) < self._max_buffers:
-                    buffer = self._sender.make(len(self._buffers), self.num_bytes)
+                    buffer = self._sender.make(self._first_number + len(self._buffers), self.num_bytes)
                     self._buffers.append(buffer)
                 if buffer is not None:
                     buffer.is_taken, buffer.version = True, None
@@ -76,6 +81,11 @@ class WeightBufferPool:
             self._latest = buffer
             self._changed.notify_all()
         return digest_of(encoded)
+
+    def has(self, name: str) -> bool:
+        """Return whether a buffer is one of these."""
+        with self._changed:
+            return any(buffer.name == name for buffer in self._buffers)
 
     def release(self, name: str) -> None:
         """Note that no engine reads a buffer any more. Raises `WeightsError` for a buffer that no engine could have been reading."""

@@ -555,6 +555,7 @@ KEYS = [
     "engine.kind",
     "engine.count",
     "engine.elsewhere",
+    "engine.apart",
     "engine.max_count",
     "engine.max_running",
     "engine.kv_cache_bytes",

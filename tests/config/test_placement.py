@@ -43,6 +43,15 @@ def test_what_does_not_go_with_turns_is_refused_by_name(sections: dict[str, Any]
         parse(settings(**sections), origin="test")
 
 
+def test_some_engines_may_stand_apart_and_not_all():
+    mixed = parse(settings(engine={"count": 3, "apart": 1}), origin="test")
+    assert [mixed.takes_turns(number) for number in range(4)] == [True, True, False, False], "engine 3 has joined since"
+    with pytest.raises(ConfigError, match=r"engine\.apart is 2 and engine\.count is 2: no engine would take turns"):
+        parse(settings(engine={"count": 2, "apart": 2}), origin="test")
+    with pytest.raises(ConfigError, match=r"engine\.apart is 1, and every engine stands apart"):
+        parse({**BASE, "engine": {"count": 2, "apart": 1}}, origin="test")
+
+
 def test_a_kept_cache_without_sleep_is_refused():
     with pytest.raises(ConfigError, match=r'engine\.sleep_kv is "keep", and no engine sleeps'):
         parse({**BASE, "engine": {"sleep_kv": "keep"}}, origin="test")

@@ -130,6 +130,20 @@ def test_the_trainer_of_a_run_in_turns_has_the_gpus_of_its_engines_and_nobody_el
         placed(1, **turns)
 
 
+def test_engines_apart_have_gpus_that_the_trainer_has_no_turn_on():
+    turns = {"pipeline": {"placement": "colocated"}}
+    engine = {"kv_cache_bytes": 1 << 30, "count": 3, "apart": 2}
+    assert indices(placed(3, engine=engine, **turns)) == {"engine-0": [0], "engine-1": [1], "engine-2": [2], "trainer": [0]}
+    found = indices(placed(5, engine=engine, trainer={"ranks": 2}, prm={"path": "p"}, **turns))
+    assert found == {"engine-0": [0], "engine-1": [2], "engine-2": [3], "prm": [4], "trainer": [0, 1]}
+    found = indices(placed(4, engine=engine, trainer={"gpus": [3]}, prm={"path": "p"}, **turns))
+    assert found == {"engine-0": [3], "engine-1": [0], "engine-2": [1], "prm": [2], "trainer": [3]}
+    with pytest.raises(ConfigError, match=r"engine-1 and trainer are both given GPU 1 "):
+        placed(3, engine=engine | {"gpus": [0, 1, 2]}, trainer={"ranks": 2}, **turns)
+    with pytest.raises(ConfigError, match=r"engine 3 and trainer 2 GPUs are needed"):
+        placed(3, engine=engine, trainer={"ranks": 2}, **turns)
+
+
 def test_a_machine_without_gpus_runs_on_its_cpus_and_refuses_a_list():
     config = settings()
     roles = roles_of(config, Path("run"))

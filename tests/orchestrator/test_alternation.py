@@ -47,9 +47,9 @@ def test_an_engine_is_settled_for_an_evaluation_only_once_it_has_slept_and_is_aw
             assert sync.is_settled(it.known[0])
             num_closed = 2
             alternation.update()
-            assert alternation.may_order, "an evaluation goes on"
+            assert alternation.may_order(0), "an evaluation goes on"
             sync.pin(it.known[0], is_pinned=False)
-            assert not alternation.may_order
+            assert not alternation.may_order(0)
             assert [type(message) for message in received(it.engines[0])] == [Sleep]
 
     simulate(program())

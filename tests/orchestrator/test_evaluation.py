@@ -52,12 +52,16 @@ class Pins:
     def __init__(self) -> None:
         self.pinned: list[int] = []
         self.swapping: set[int] = set()
+        self.in_turns: set[int] = set()
 
     def pin(self, engine: Engine, *, is_pinned: bool) -> None:
         (self.pinned.append if is_pinned else self.pinned.remove)(engine.engine_id)
 
     def is_settled(self, engine: Engine) -> bool:
         return engine.engine_id not in self.swapping
+
+    def takes_turns(self, engine_id: int) -> bool:
+        return engine_id in self.in_turns
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -342,6 +346,18 @@ def test_it_is_pinned_to_the_version_of_the_engines_that_answer_and_lets_them_go
     assert simulate(program()) == [(2, 1.0)]
     (line,) = lines(tmp_path)
     assert (line["version"], line["oldest_version"], line["newest_version"]) == (2, 2, 2)
+
+
+def test_an_engine_for_which_the_trainer_would_wait_is_kept_only_where_there_is_no_other(tmp_path: Path):
+    for in_turns, kept in (({0}, [1]), ({0, 1}, [0])):
+
+        async def body(in_turns: set[int] = in_turns, kept: list[int] = kept):
+            async with bench(tmp_path, every=1) as it:
+                it.pins.in_turns = in_turns
+                async with it.evaluation._pinned() as (_, engine_ids):
+                    assert it.pins.pinned == engine_ids == kept
+
+        simulate(body())
 
 
 def test_several_answers_to_each_prompt_give_avg_at_n_and_pass_at_k(tmp_path: Path):

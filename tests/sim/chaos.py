@@ -417,24 +417,31 @@ class Chaos:
         suspects, disk.in_progress = (disk.in_progress,) if disk.in_progress else (), ""
         disk.deaths.update(suspects)
         link = _Outliving(bare, msgspec.structs.replace(ready, oldest=disk.oldest, damaged=damaged, suspects=suspects))
-        while not isinstance(await link.wait(), LayoutFixed):
+        while not isinstance(layout := await link.wait(), LayoutFixed):
             pass  # what was meant for the one before
-        # In place, every policy of a trainer's lies in one buffer of its own, the first included.
-        own = f"in-place-{ready.process_id}"
-        free = [f"buffer-{number}" for number in range(3)] if self.world.device is None else [own] * (2 + num_steps)
-        if first or self.world.device is not None:
-            link.send(PolicyPublished(version=first, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+        # In place, every policy of a trainer's lies in one buffer of its own, the first included; engines apart have copies.
+        own, device = f"in-place-{ready.process_id}", self.world.device
+        free = [f"buffer-{ready.process_id}-{number}" for number in range(3)] if device is None or layout.num_apart else []
+
+        def publish(version: int) -> None:
+            if device is not None:
+                link.send(peers.in_place(device, own, version=version, free=free))
+            else:
+                link.send(PolicyPublished(version=version, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+
+        if first or device is not None:
+            publish(first)
         saving: asyncio.Task[None] | None = None
         try:
             for step in range(first, num_steps):
-                rows, seal = await self._train_step(link, step, free)
+                rows, seal = await self._train_step(link, step, free, own=own)
                 if seal is None:
                     return
                 trained[step] = rows
-                while not free:
+                while not free and (device is None or layout.num_apart):
                     await peers._next(link, free, wanted=WeightBufferReleased)
                 link.send(StepDone(step=step, metrics={"loss": 0.0}))
-                link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
+                publish(step + 1)
                 if (step + 1) % self.checkpoint_every == 0 or step + 1 == num_steps:
                     if saving is not None:
                         await saving
@@ -444,7 +451,9 @@ class Chaos:
             if saving is not None and not saving.done():
                 saving.cancel()
 
-    async def _train_step(self, link: _Outliving, step: int, free: list[str]) -> tuple[list[tuple[str, ...]], StepClosed | None]:
+    async def _train_step(
+        self, link: _Outliving, step: int, free: list[str], *, own: str
+    ) -> tuple[list[tuple[str, ...]], StepClosed | None]:
         rows: list[tuple[str, ...]] = []
         seen = self.disk.seen.setdefault(step, [])
         while True:
@@ -474,7 +483,7 @@ class Chaos:
                 seen.append(answer.rollout_ids)
                 peers.note(answer, self.disk.record)
             rows.append(answer.rollout_ids)
-            with peers.changed(self.world.device, free[0] if free else ""):
+            with peers.changed(self.world.device, own):
                 await asyncio.sleep(self.world.token_s * len(answer.token_ids))
             self.disk.in_progress = ""
 

@@ -78,13 +78,20 @@ class Device:
 
     changing: str = ""
     """The buffer that a trainer trains on now."""
+    versions: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The policy that a trainer has published last in each buffer."""
     num_passes: int = 0
     """Of engines that read a trainer's buffer."""
+    num_beside: int = 0
+    """Of these, while a trainer changed another one."""
     problems: list[str] = dataclasses.field(default_factory=list)
 
-    def read(self, buffer: str) -> None:
-        """Note a forward pass over the weights in a buffer."""
+    def read(self, buffer: str, version: int) -> None:
+        """Note a forward pass over the weights in a buffer, which an engine takes for a policy."""
         self.num_passes += bool(buffer)
+        self.num_beside += bool(buffer and self.changing)
+        if buffer and self.versions[buffer] != version:
+            self.problems.append(f"a forward pass read policy {self.versions[buffer]} in {buffer} as policy {version}")
         if buffer and buffer == self.changing:
             self.problems.append(f"a forward pass read {buffer} while it was being changed")
 
@@ -169,7 +176,7 @@ class SimulatedEngine(FakeEngine):
                 self.cancel(rollout_id)
             raise EngineError("simulated failure of a forward pass")
         if self._device is not None:
-            self._device.read(self.buffer)
+            self._device.read(self.buffer, self._num_commits)
         if self._kv_tokens is not None:
             self._make_room(self._kv_tokens)
         return super().step()
@@ -491,10 +498,11 @@ async def live_on(link: MemoryLink, *, every_s: float = 1.0) -> None:
 
 async def _train(link: MemoryLink, *, num_steps: int, world: World, record: TrainerRecord, free: list[str]) -> None:
     link.send(TrainerReady(replica=0, num_replicas=1, process_id=0, version=0))
-    assert isinstance(await link.wait(), LayoutFixed)
+    layout = await link.wait()
+    assert isinstance(layout, LayoutFixed)
     if world.device is not None:
-        free = [IN_PLACE]
-        link.send(PolicyPublished(version=0, buffer=IN_PLACE, digest="", num_bytes=0, publish_s=0.0))
+        free = [f"copy-{number}" for number in range(3)] if layout.num_apart else []
+        link.send(in_place(world.device, IN_PLACE, version=0, free=free))
     for step in range(num_steps):
         index = 0
         while True:
@@ -521,11 +529,13 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
                 await asyncio.sleep(world.token_s * len(answer.token_ids))
             index += 1
         is_ending = False
-        while not free:
+        while not free and (world.device is None or layout.num_apart):
             is_ending |= isinstance(await _next(link, free, wanted=(WeightBufferReleased, EndTraining)), EndTraining)
         link.send(StepDone(step=step, metrics={"loss": 0.0}, engines=_engines(record)))
-        buffer = free.pop(0) if world.device is None else IN_PLACE
-        link.send(PolicyPublished(version=step + 1, buffer=buffer, digest="", num_bytes=0, publish_s=0.0))
+        if world.device is not None:
+            link.send(in_place(world.device, IN_PLACE, version=step + 1, free=free))
+        else:
+            link.send(PolicyPublished(version=step + 1, buffer=free.pop(0), digest="", num_bytes=0, publish_s=0.0))
         if is_ending:
             return await _end(link, free, version=step + 1, record=record)
     await _end(link, free, version=num_steps, record=record)
@@ -533,6 +543,13 @@ async def _train(link: MemoryLink, *, num_steps: int, world: World, record: Trai
 
 IN_PLACE = "in-place"
 """The one buffer of a colocated trainer."""
+
+
+def in_place(device: Device, buffer: str, *, version: int, free: list[str]) -> PolicyPublished:
+    """A policy where it is trained, and in one of the `free` buffers, if there are any, for engines apart."""
+    copy = free.pop(0) if free else ""
+    device.versions |= {buffer: version, copy: version}
+    return PolicyPublished(version=version, buffer=buffer, digest="", num_bytes=0, publish_s=0.0, copy=copy)
 
 
 @contextlib.contextmanager

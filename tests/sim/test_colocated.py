@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -89,6 +90,71 @@ KILLS: dict[str, dict[str, Any]] = {
 def test_nothing_is_lost_or_read_while_it_changes_whoever_is_killed_in_whichever_phase(tmp_path: Path, who: str):
     faults = Faults(seed=1, until_s=60.0, **KILLS[who])
     survived = survive(colocated(trainer={"steps": 20}), folder=tmp_path, faults=faults, world=WORLD)
+    check(survived, num_steps=20)
+    assert survived.kills
+
+
+# --- some engines in turns, others apart -------------------------------------------------------------------------------------------
+
+
+def mixed(**sections: dict[str, Any]):
+    """Engine 0 takes turns with the trainer, engine 1 has devices of its own."""
+    return colocated(**{**sections, "engine": {"apart": 1, **sections.get("engine", {})}})
+
+
+MIXED = World(mean_tokens=48, token_s=1e-3)
+
+
+def test_engines_apart_go_on_while_the_trainer_has_the_devices_of_the_others(tmp_path: Path):
+    ended = run(mixed(trainer={"steps": 20}), folder=tmp_path, world=dataclasses.replace(MIXED, device=(device := Device())))
+    assert ended.problems() == device.problems == []
+    assert device.num_beside > 500
+    assert {line["engine_id"] for line in ended.lines if line["kind"] == "asleep"} == {0}
+    assert {line["engine_id"] for line in ended.lines if line["kind"] == "swap"} == {0, 1}
+    assert not [row for row in ended.rows if row[3] in ("cancelled", "failed") and row[4] != "the run ended"]
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_no_training_phase_is_longer_than_tokens_may_be_old_though_engines_apart_keep_the_trainer_busy(tmp_path: Path, bound: int):
+    settings = mixed(engine={"count": 4, "apart": 3}, pipeline={"max_staleness": bound}, trainer={"steps": 20})
+    ended = run(settings, folder=tmp_path, world=dataclasses.replace(MIXED, device=(device := Device())))
+    assert ended.problems() == device.problems == []
+    phases = [line for line in ended.lines if line["kind"] == "phase"][2:]
+    assert [line["phase"] for line in phases] == ["training", "generation"] * (len(phases) // 2)
+    lengths = [after["version"] - before["version"] for before, after in itertools.pairwise(phases) if before["phase"] == "training"]
+    assert max(lengths[:-1]) == bound, "engines apart close the steps that follow"
+    waits = [after["num_closed"] - before["num_closed"] for before, after in itertools.pairwise(phases) if before["phase"] == "generation"]
+    assert min(waits) >= 1, "those that woke have helped to close one"
+
+
+def test_rounds_of_engines_in_turns_and_apart_train_what_the_newest_policy_sampled(tmp_path: Path):
+    ended = run(mixed(pipeline={"mode": "sync"}), folder=tmp_path, world=World(device=(device := Device())))
+    assert ended.problems() == device.problems == []
+    assert all(row[5] == row[7] for row in ended.rows if row[3] == "trained")
+
+
+def test_evaluations_keep_an_engine_apart_and_hold_up_no_training_phase(tmp_path: Path):
+    held_out = tuple(Prompts(9).next() for _ in range(4))
+    settings = mixed(evaluation={"source": "unused", "every": 2})
+    ended = run(settings, folder=tmp_path, world=dataclasses.replace(MIXED, device=(device := Device())), held_out=held_out)
+    assert ended.problems() == device.problems == []
+    assert len([line for line in ended.lines if line["kind"] == "evaluation"]) >= 4
+    pinned = [line["engine_id"] for line in ended.lines if line["kind"] == "pin" and line["is_pinned"]]
+    assert set(pinned) == {1}
+
+
+def test_a_mixed_run_that_is_stopped_ends_with_its_last_policy_in_force(tmp_path: Path):
+    settings = mixed(evaluation={"source": "unused"}, trainer={"steps": 100})
+    ended = run(settings, folder=tmp_path, world=dataclasses.replace(MIXED, device=Device()), held_out=(Prompts(9).next(),), stop_at_s=9.0)
+    assert ended.record.last_version
+    assert ended.ending.evaluations[-1][0] == ended.record.last_version
+
+
+@pytest.mark.parametrize(("who", "bound"), [(who, bound) for who in KILLS for bound in (1, 4)])
+def test_engines_in_turns_and_apart_lose_nothing_whoever_is_killed(tmp_path: Path, who: str, bound: int):
+    faults = Faults(seed=1, until_s=60.0, **KILLS[who])
+    settings = mixed(engine={"count": 3, "apart": 2}, pipeline={"max_staleness": bound}, trainer={"steps": 20})
+    survived = survive(settings, folder=tmp_path, faults=faults, world=WORLD)
     check(survived, num_steps=20)
     assert survived.kills
 

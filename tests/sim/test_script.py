@@ -628,3 +628,9 @@ def test_a_config_that_asks_for_several_nodes_is_told_what_a_script_can_have() -
         " out, and start it on a machine with GPUs for all, or run the config without a script: `pipelinerl slurm`"
     )
     assert not [one for one in not_in_scripts(config()) if one.level is Level.FAIL]
+
+
+def test_a_script_whose_engines_take_turns_in_part_is_told_why_not() -> None:
+    asks = config(engine={"apart": 1}, pipeline={"placement": "colocated"})
+    (found,) = (one for one in not_in_scripts(asks) if one.level is Level.FAIL)
+    assert str(found).startswith("engine.apart: is 1, and a script may await what an engine has that sleeps until the script itself")

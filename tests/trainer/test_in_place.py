@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl.errors import PeerSilent
 from pipelinerl.weights.base import plan_layout, views
 from pipelinerl.weights.shared_memory import SharedMemoryReceiver
 from tests.trainer.tiny import make_model
@@ -68,6 +69,41 @@ def test_engines_see_each_update_in_the_very_memory_that_is_trained(
             for name, tensor in make_model(folders["qwen3"]).tensors().items()
             if name in places and tensor.ndim > 1 and dtype == "float32"
         )
+    finally:
+        publisher.close()
+
+
+def test_engines_apart_have_a_copy_that_stays_while_the_weights_change_in_place(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_model(folders["qwen3"])
+    optimizer = optimizer_of(model)
+    publisher = Publisher(
+        model.tensors, tied_names=model.tied_names, run_folder=tmp_path, deadline_s=0.1, in_place=True, move=mover(model, optimizer)
+    )
+    layout = plan_layout({name: tensor for name, tensor in model.tensors().items() if name not in model.tied_names})
+    publisher.fix_layout(layout, num_engines=2, num_apart=1)
+    receiver = SharedMemoryReceiver()
+    try:
+        policies, held = [], []
+        for version in range(3):
+            publisher.move_in(version)
+            policy = publisher.publish(version)
+            assert policy is not None
+            policies.append(policy)
+            payload = receiver.fetch(policy.copy, policy.digest, lambda _: torch.zeros(0))
+            held.append((payload, payload.data.clone()))
+            assert torch.equal(payload.data, receiver.fetch(policy.buffer, policy.digest, lambda _: torch.zeros(0)).data)
+            train(optimizer, step=version)
+            for earlier, before in held:
+                assert torch.equal(earlier.data, before), "an engine serves from it"
+        assert len({policy.copy for policy in policies}) == 3
+        assert {policy.buffer for policy in policies}.isdisjoint(policy.copy for policy in policies)
+        publisher.move_in(3)
+        with pytest.raises(PeerSilent, match="one of 3 weight buffers"):
+            publisher.publish(3)
+        publisher.release(policies[0].copy)
+        policy = publisher.publish(3)
+        assert policy is not None
+        assert policy.copy == policies[0].copy, "the one that nobody reads"
     finally:
         publisher.close()
 

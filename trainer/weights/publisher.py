@@ -106,6 +106,8 @@ class Publisher:
         self._is_mapped = False
         """Other processes of this machine can write into a buffer."""
         self._pool: WeightBufferPool | None = None
+        self._copies: WeightBufferPool | None = None
+        """For engines that do not take turns, where others do; None where there are none."""
         self._has_given_up = False
         self._changed = threading.Condition()
         """Guards `_pool`, `_held` and `_has_given_up`."""
@@ -154,6 +156,13 @@ class Publisher:
         started = time.perf_counter()
         manifest = self._write(version, buffer)
         digest = self._pool.publish(buffer, manifest)
+        copy = ""
+        if self._copies is not None:
+            if (taken := self._copies.acquire(self._deadline_s)) is None:
+                return None
+            taken.memory.copy_(buffer.memory)  # the weights stand still until this returns
+            self._copies.publish(taken, manifest)
+            copy = taken.name
         seconds, self._write_s = time.perf_counter() - started + self._write_s, 0.0
         self._newest, self._written = version, None
         return PolicyPublished(
@@ -163,6 +172,7 @@ class Publisher:
             num_bytes=manifest.num_bytes,
             publish_s=seconds,
             rollback_epoch=self._rollback_epoch,
+            copy=copy,
         )
 
     def roll_back(self) -> None:
@@ -181,8 +191,11 @@ class Publisher:
         transport: str = "shared_memory",
         rollback_epoch: int = 0,
         shards: Shards = (),
+        num_apart: int = 0,
     ) -> None:
         """Take the layout of so many engines, the transport to them, and the newest rollback epoch they may know of.
+
+        `num_apart` of them go on while the weights change in place, and read copies.
 
         Raises `WeightsError` with everything about the layout that does not fit the model, or where the transport cannot be opened. Said
         again by an orchestrator that takes another's place, it must be the same: what was published stays where it lies.
@@ -216,6 +229,9 @@ class Publisher:
             self._engine_shards, self._transport = (shards if is_sharded else None), transport
             self._is_mapped = transport == "shared_memory"
             self._pool = WeightBufferPool(sender, num_bytes=size, max_buffers=num_buffers_for(num_engines), in_place=self._in_place)
+            if num_apart:
+                most = num_buffers_for(num_apart)
+                self._copies = WeightBufferPool(sender, num_bytes=size, max_buffers=most, first_number=1)
             self._rollback_epoch = rollback_epoch
             if self._sends_deltas and not is_sharded:
                 self._delta_base = DeltaBase(self._layout)
@@ -313,15 +329,16 @@ class Publisher:
         """Note that no engine reads a buffer any more. Raises `WeightsError` for one that was not published."""
         if self._pool is None:
             raise WeightsError(f"release of {name!r}: no buffer was ever published")
-        self._pool.release(name)
+        (self._copies if self._copies is not None and self._copies.has(name) else self._pool).release(name)
 
     def give_up(self) -> None:
         """Have a present or later `publish` return None: the run ends."""
         with self._changed:
             self._has_given_up = True
             self._changed.notify_all()
-        if self._pool is not None:
-            self._pool.give_up()
+        for pool in (self._pool, self._copies):
+            if pool is not None:
+                pool.give_up()
 
     def close(self) -> None:
         """Remove the shared buffers."""

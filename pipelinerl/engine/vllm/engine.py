@@ -65,8 +65,10 @@ class VllmEngine:
         adapters: AdapterShape | None = None,
         choices: tuple[str, ...] = (),
         is_colocated: bool = False,
+        in_sections: bool = False,
     ) -> None:
-        """`is_colocated`: the engine shares its device with the trainer, and sleeps.
+        """`is_colocated`: the engine shares its device with the trainer, and sleeps. `in_sections`: a policy has a section for each of its
+        ranks, as engines that are colocated read it.
 
         `policies` is the folder of published files, where policies travel by files; `adapters`: policies are these alone.
 
@@ -84,7 +86,7 @@ class VllmEngine:
             choices = (*choices, str(budget))
             sizes = {"kv_cache_memory_bytes": budget.cache_bytes, "gpu_memory_utilization": budget.utilization}
             options |= sizes | {"max_num_batched_tokens": batched_tokens(engine.options)}
-        self._is_colocated = is_colocated
+        self._is_colocated, self._in_sections = is_colocated, in_sections
         if is_colocated and torch.cuda.is_available():
             self._staging = Staging.HOST  # a second model on the device is what sleep is to save
             options |= {"enable_sleep_mode": True}
@@ -291,7 +293,7 @@ class VllmEngine:
                 wanted=weights.swap_mode,
                 sends_deltas=lays_over,
                 staging=self._staging,
-                in_sections=self._is_colocated,
+                in_sections=self._in_sections,
             )
             return sharded, sharded.layout, sharded.choice
         self._derived = Derived(self.model, dtype=self._llm.model_config.dtype)

@@ -49,3 +49,34 @@ def test_an_engine_that_must_keep_its_policy_holds_up_the_training_phase_and_not
     assert change(phases, num_closed=1, published=0, is_pinned=True) is None
     assert change(phases, num_closed=1, published=0) is Phase.TRAINING
     assert change(phases, num_closed=1, published=1, is_pinned=True) is Phase.GENERATION
+
+
+def test_engines_that_others_could_keep_asleep_for_ever_get_a_turn_after_so_many_steps_and_until_another_is_closed():
+    phases = Phases(most_steps=2)
+
+    def change(num_closed: int, published: int) -> Phase | None:
+        return phases.next_phase(num_closed=num_closed, published=published, is_pinned=False, num_closable=published + 3)
+
+    assert change(1, 0) is Phase.TRAINING
+    assert change(3, 1) is None
+    assert [step for step in range(4) if phases.has_turn(step)] == [0, 1], "the trainer asks for step 2 before policy 2 is known"
+    assert change(4, 2) is Phase.GENERATION, "two steps are trained, two wait"
+    assert change(4, 2) is None
+    assert change(5, 2) is Phase.TRAINING, "another is closed, and none could follow"
+    assert [step for step in range(2, 6) if phases.has_turn(step)] == [2, 3]
+
+
+def test_the_trainer_goes_on_where_engines_could_close_no_step_with_their_turn():
+    phases = Phases(most_steps=1)
+    assert phases.next_phase(num_closed=1, published=0, is_pinned=False, num_closable=2) is Phase.TRAINING
+    assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=2) is None, "the last step of the run"
+    assert phases.has_turn(1)
+
+
+def test_engines_that_were_given_a_turn_lose_it_to_a_trainer_that_starts():
+    phases = Phases(most_steps=1)
+    assert phases.next_phase(num_closed=1, published=0, is_pinned=False, num_closable=9) is Phase.TRAINING
+    assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=9) is Phase.GENERATION
+    assert phases.next_phase(num_closed=2, published=None, is_pinned=False) is Phase.TRAINING
+    assert phases.next_phase(num_closed=2, published=0, is_pinned=False, num_closable=9) is None
+    assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=9) is Phase.GENERATION

@@ -224,3 +224,23 @@ def test_a_buffer_that_holds_every_policy_in_turn_is_never_handed_back():
         swaps.next_order(0)
         swaps.committed(0, (0, version))
         assert swaps.take_free_buffers() == []
+
+
+def test_a_copy_is_handed_back_by_the_engines_that_read_copies_alone():
+    swaps = Swaps(reads_copies=lambda engine_id: engine_id == 1)
+
+    def publish(version: int) -> None:
+        swaps.published(Policy(age=(0, version), buffer="in place", digest=f"d{version}", copy=f"copy-{version}"))
+
+    publish(1)
+    orders = {engine: swaps.next_order(engine) for engine in (0, 1)}
+    assert {engine: swaps.buffer_of(order, engine) for engine, order in orders.items() if order} == {0: "in place", 1: "copy-1"}
+    swaps.committed(0, (0, 1))
+    publish(2)
+    assert swaps.take_free_buffers() == [], "engine 1 fetches copy 1 still"
+    swaps.committed(1, (0, 1))
+    assert swaps.next_order(1) is not None
+    assert swaps.committed(1, (0, 2))
+    assert swaps.take_free_buffers() == ["copy-1"], "engine 0 holds policy 1, and reads it where it is trained"
+    swaps.forget_buffers()
+    assert swaps.take_free_buffers() == [], "they are gone with their trainer"
