@@ -13,6 +13,7 @@ from typing import TypeVar
 from orchestrator.peers.engine import Engine
 from orchestrator.peers.engine_requests import EngineRequests
 from orchestrator.peers.peers import Peers
+from orchestrator.rules.admission import num_kept_free
 from orchestrator.rules.membership import Membership
 from orchestrator.rules.routing import Loads
 from orchestrator.rules.validation.announcements import AnnouncementCheck, gauges, policy_of
@@ -148,9 +149,9 @@ class Engines:
         return is_whole and min(self._loads.versions(), default=version - 1) >= version
 
     def num_kept_free(self, max_running: int) -> int:
-        """Return how many of `max_running` rollouts engines that are asleep would have besides those that they hold: nobody else's."""
-        share = max_running // max(1, len(self._engines))
-        return sum(max(0, share - self._engines[engine_id].num_outstanding) for engine_id in self._asleep)
+        """Return how many of `max_running` rollouts are kept for engines that are asleep."""
+        held = (self._engines[engine_id].num_outstanding for engine_id in self._asleep)
+        return num_kept_free(max_running, num_engines=len(self._engines), held=held)
 
     def oldest_version(self) -> int:
         """Return the newest version that every engine that takes new work has reached; 0 where none takes any."""

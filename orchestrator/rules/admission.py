@@ -30,6 +30,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from pipelinerl.config import Mode
 
@@ -73,6 +74,14 @@ def schedule_of(mode: Mode, *, max_staleness: int, in_script: bool = False, is_c
             return Schedule(max_staleness=1, in_rounds=True, holds_batches=True, swaps_when_idle=True)
         case Mode.SYNC:
             return Schedule(max_staleness=0, in_rounds=True, holds_batches=True, swaps_when_idle=True)
+
+
+def num_kept_free(max_running: int, *, num_engines: int, held: Iterable[int]) -> int:
+    """Return how many of `max_running` rollouts engines that are asleep would have besides those `held`, one number for each of them:
+    others do not get these, so that who wakes finds work.
+    """
+    share = max_running // max(1, num_engines)
+    return sum(max(0, share - one) for one in held)
 
 
 class Admission:

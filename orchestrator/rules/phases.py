@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import enum
 
+from pipelinerl.config import Config, Mode
+
 
 class Phase(enum.StrEnum):
     """Who has the devices."""
@@ -31,6 +33,12 @@ class Phase(enum.StrEnum):
     """Engines have the devices."""
     TRAINING = "training"
     """The trainer has them, or waits for the last engine to fall asleep."""
+
+
+def most_steps(config: Config) -> int | None:
+    """Return the steps of one training phase while others wait: K, 1 at least, where some engines stand apart; else None, for all."""
+    bound = {Mode.STREAMING: config.pipeline.max_staleness}.get(config.pipeline.mode, 0)
+    return max(1, bound) if config.is_mixed else None
 
 
 class Phases:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from orchestrator.rules.admission import Admission
+from orchestrator.rules.admission import Admission, num_kept_free
 from orchestrator.rules.dispatch import Dispatch, Serving
 from orchestrator.rules.group_cut import GroupCut
 from orchestrator.rules.quarantine import Quarantine
@@ -70,6 +70,8 @@ class Generation:
         self.events, self.engines, self.admission, self.waits = events, engines, admission, waits
         self.loads = Loads()
         """The engines that take new work."""
+        self.asleep: set[int] = set()
+        """Engines that take no new work while they sleep and others are awake."""
         self.outstanding = [0] * len(engines)
         """Rollouts that each engine was asked for and has not answered."""
         self.num_outstanding = 0
@@ -112,11 +114,11 @@ class Generation:
         for group_id in list(self._lost):
             if self.full() is None:
                 self._ask_again(group_id)
-        while self._is_free() and (engine_id := self._engine_for_a_group()) is not None:
+        while self.events.now_s >= self._admits_at_s and (engine_id := self._engine_for_a_group()) is not None:
             self._send_group(engine_id)
             self._admits_at_s = self.events.now_s + self._admit_s
         self._send_rollouts()
-        if not self._is_free():
+        if self.events.now_s < self._admits_at_s:  # the last group that was sent is being prepared
             self.events.at(self._admits_at_s, self.credit)
             return
         self.waits.now("generation", self._held_back_by() or NO_ENGINE)
@@ -145,7 +147,7 @@ class Generation:
             self.loads.forget(engine.engine_id)
 
     def _takes_work(self, engine: SimulatedEngine) -> bool:
-        return engine.is_alive and engine.engine_id not in self.leaving
+        return engine.is_alive and engine.engine_id not in self.leaving | self.asleep
 
     def join(self, engine: SimulatedEngine) -> None:
         """Take another engine, whose id is the next one."""
@@ -167,11 +169,7 @@ class Generation:
 
     def all_hold(self, version: int) -> bool:
         """Return whether every engine is there and samples under `version` or a later one."""
-        return not self.num_missing and min(self.loads.versions(), default=version - 1) >= version
-
-    def _is_free(self) -> bool:
-        """Return whether the last group that was sent is prepared."""
-        return self.events.now_s >= self._admits_at_s
+        return not self.num_missing and not self.asleep and min(self.loads.versions(), default=version - 1) >= version
 
     def _engine_for_a_group(self) -> int | None:
         return self.loads.least_busy([version for version in self.loads.versions() if self._held_back_by(version) is None])
@@ -180,9 +178,12 @@ class Generation:
         version = max(self.loads.versions(), default=None) if version is None else version
         if version is None:
             return NO_ENGINE
+        held = [self.outstanding[engine_id] for engine_id in self.asleep]
+        num_generating = self.num_outstanding if self.dispatch is None else self.dispatch.num_waiting
+        num_generating += num_kept_free(self.admission.max_running, num_engines=len(self.engines), held=held)
         return self.full() or self.admission.holds_back(
             version=version,
-            num_generating=self.num_outstanding if self.dispatch is None else self.dispatch.num_waiting,
+            num_generating=num_generating,
             engines_are_current=self.admission.schedule.in_rounds and self.all_hold(self.admission.version),
         )
 

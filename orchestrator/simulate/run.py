@@ -262,7 +262,8 @@ class _Run:
         self.trainer.on_published = self._published
         self.trainer.on_span = lambda name, start, end: self.record.span("trainer-0", name, start, end)
         self.weight_sync.on_line = self.record.line
-        self.alternation = Alternation(self.trainer, self.weight_sync, self.engines) if self.config.is_colocated else None
+        turns = (self.config, self.trainer, self.weight_sync, self.generation)
+        self.alternation = Alternation(*turns) if self.config.is_colocated else None
         self.weight_sync.begin()
         if self.config.pipeline.adaptive_concurrency and self.engines[0].kv_used is not None:
             self.concurrency = Concurrency(

@@ -51,7 +51,7 @@ class Trainer:
         """Called with each piece of work, by the name of its span."""
         self.on_begun: Callable[[int], None] = lambda step: None
         """Called as the first row of a step begins."""
-        self.may_train: Callable[[], bool] = lambda: True
+        self.may_train: Callable[[int], bool] = lambda step: True
         """The callback says whether rows may be taken: where engines share the trainer's devices, in its own phase alone."""
         self.on_moved: Callable[[], None] = lambda: None
         """Called where its phase may be due, or over: a step was closed, a policy published, or the trainer began anew."""
@@ -147,7 +147,7 @@ class Trainer:
 
     def go_on(self) -> None:
         """Train the next wave, or end the step, if what it takes is there."""
-        if self._waits_since is None or self._is_down or self.step >= self._num_steps or not self.may_train():
+        if self._waits_since is None or self._is_down or self.step >= self._num_steps or not self.may_train(self.step):
             return
         if self._wave == 0 and not self.is_resized:
             self._regroup()

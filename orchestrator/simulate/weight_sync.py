@@ -32,8 +32,8 @@ class WeightSync:
     ) -> None:
         self.on_line: Callable[..., None] = lambda kind, **fields: None
         """Called with what the journal tells of."""
-        self.may_order: Callable[[], bool] = lambda: True
-        """The callback says whether engines may be told of policies: not while the trainer has their devices."""
+        self.may_order: Callable[[int], bool] = lambda engine_id: True
+        """The callback says whether an engine may be told of policies: not while the trainer has its devices."""
         self.on_joined: Callable[[SimulatedEngine], None] = lambda engine: None
         self.on_left: Callable[[int], None] = lambda engine_id: None
         self.on_committed: Callable[[SimulatedEngine], None] = lambda engine: None
@@ -75,7 +75,7 @@ class WeightSync:
         self.on_left(engine_id)
 
     def _order(self, engine: SimulatedEngine) -> None:
-        if not engine.is_alive or not self.may_order() or (policy := self.swaps.next_order(engine.engine_id)) is None:
+        if not engine.is_alive or not self.may_order(engine.engine_id) or (policy := self.swaps.next_order(engine.engine_id)) is None:
             return
         staging = engine.begin_staging(
             version=policy.age[1], when_idle=self._admission.schedule.swaps_when_idle, kv_max_staleness=self._kv_max_staleness

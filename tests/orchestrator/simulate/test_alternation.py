@@ -109,3 +109,45 @@ def check(ended: Simulated) -> None:
     others = counts.trained + counts.filtered + counts.stale + counts.failed + counts.cancelled
     assert counts.admitted == others
     assert len(ended.totals.step_ends_s) == 25
+
+
+def mixed(**sections: Any):
+    """Engine 0 takes turns with the trainer, engine 1 stands apart."""
+    return colocated(**{**sections, "engine": {**sections.get("engine", {}), "apart": 1}})
+
+
+def test_the_trainer_gives_its_devices_back_after_a_step_where_tokens_may_be_one_version_old_on_paper():
+    """Seconds:
+
+    0      groups 0 and 1 go to engines 0 and 1: four passes
+    4      both end, steps 0 and 1 are closed; engine 0 sleeps at 4.25, and the trainer has one step of two seconds
+    6.25   version 1, which both engines hold at 7: step 1 waits, since group 2 may be written now
+    11     group 2 ends, and no step could follow it; engine 0 sleeps at 11.25, and the trainer has both steps
+    15.25  version 3, which is held at 16
+    """
+    ended = simulate(mixed(), dataclasses.replace(ON_PAPER, sync=SYNC))
+    assert ended.totals.step_ends_s == [pytest.approx(6.25), pytest.approx(13.25), pytest.approx(15.25)]
+    assert ended.seconds == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize("mode", ["streaming", "sync"])
+def test_engines_apart_work_in_training_phases_and_those_in_turns_do_not(tmp_path: Path, mode: str):
+    sections = {**MANY, "pipeline": {"max_staleness": 3, "mode": mode}}
+    ended = simulate(mixed(**sections), WORLD, folder=tmp_path / "run")
+    phases = lines_of(tmp_path / "run", "phase")
+    trained = [(one["t"], other["t"]) for one, other in itertools.pairwise(phases) if one["phase"] == "training"]
+    passes = [span for span in lines_of(tmp_path / "run", "span") if span["name"] == "forward"]
+    overlaps = dict.fromkeys((0, 1), 0.0)
+    for span in passes:
+        engine_id = int(span["lane"].removeprefix("engine-"))
+        overlaps[engine_id] += sum(max(0.0, min(span["end"], end) - max(span["start"], start)) for start, end in trained)
+    swaps = lines_of(tmp_path / "run", "asleep")
+    assert {line["engine_id"] for line in swaps} == {0}
+    assert overlaps[0] < 0.1 * ended.seconds, "until a pass ends"
+    assert (overlaps[1] > 0.2 * ended.seconds) is (mode == "streaming")
+    check(ended)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_dies_of_engines_in_turns_and_apart_the_run_ends_and_nothing_is_lost(seed: int):
+    check(simulate(mixed(**MANY), WORLD, seed=seed, faults=Faults(engine=6, trainer=4, scorer=1, link=1, lasts_s=2.0)))
