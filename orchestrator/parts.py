@@ -32,7 +32,7 @@ from orchestrator.rules.group_cut import GroupCut, group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.membership import membership_of
-from orchestrator.rules.phases import most_steps
+from orchestrator.rules.phases import sleep_bound
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
@@ -220,7 +220,7 @@ class Parts:
         return Alternation(
             engines=self.engines,
             takes_turns=self.config.takes_turns,
-            most_steps=most_steps(self.config),
+            bound=sleep_bound(self.config),
             num_closable=self.admission.num_closable,
             journal=self.given.journal,
         )

@@ -15,6 +15,8 @@ from typer.main import get_command
 
 from pipelinerl import __version__
 from pipelinerl.__main__ import app, main
+from pipelinerl.cli.modes import MODES, _possible, settings_of
+from pipelinerl.config import EngineSection
 from pipelinerl.config.file import load
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import held
@@ -206,3 +208,14 @@ def test_modes_that_a_config_does_not_allow_are_refused_before_anything_runs(con
     assert shown.returncode == 1
     assert "did you mean trainer.steps?" in " ".join(shown.stderr.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_mixed_mode_takes_two_engines_and_has_half_of_them_in_turns(config: Path, capsys: pytest.CaptureFixture[str]):
+    def settings(**sized: int) -> str:
+        (own,) = (one for one in settings_of("mixed", EngineSection(**sized)) if "apart" in one)
+        return own
+
+    assert [settings(count=2), settings(count=5), settings(count=5, apart=4)] == ["engine.apart=1", "engine.apart=2", "engine.apart=4"]
+    assert _possible(config, ["engine.count=2"], EngineSection(**{"count": 2})) == list(MODES)
+    assert _possible(config, [], EngineSection(**{})) == [mode for mode in MODES if mode != "mixed"]
+    assert "mixed is left out: " in capsys.readouterr().out

@@ -14,9 +14,10 @@ fetch that one, which wakes them. In between, no engine is told of any policy.
 An engine that an evaluation keeps at its policy is not sent to sleep: the training phase begins once it is free again.
 
 All of this is about engines that take turns. Where others have devices of their own, these close steps while the trainer has its turn, and
-could keep it for ever: sequences that sleep would grow too old to train, the longest ones first. So a training phase then ends after
-`most_steps` steps, and the next one begins when engines have closed another step, or can close none before another policy comes. With
-bound K that is K steps, 1 at least: no sequence sleeps through more policies than a token may be old.
+could keep it for ever: sequences that sleep would grow too old to train, the longest ones first. With bound K, tokens of version v fit into
+step v + K at the latest. So a training phase that began under policy v ends with the first policy that comes once v + K steps are closed,
+as step v + K is then the next. The phase after that begins when another step is closed. Where none can be, before another policy comes,
+nobody who sleeps has a sequence (`rules.admission` counts it), and the trainer goes on.
 """
 
 from __future__ import annotations
@@ -35,21 +36,23 @@ class Phase(enum.StrEnum):
     """The trainer has them, or waits for the last engine to fall asleep."""
 
 
-def most_steps(config: Config) -> int | None:
-    """Return the steps of one training phase while others wait: K, 1 at least, where some engines stand apart; else None, for all."""
-    bound = {Mode.STREAMING: config.pipeline.max_staleness}.get(config.pipeline.mode, 0)
+def sleep_bound(config: Config) -> int | None:
+    """Return the bound K on training phases, 1 at least, where some engines stand apart; else None."""
+    bound = config.pipeline.max_staleness if config.pipeline.mode is Mode.STREAMING else 0
     return max(1, bound) if config.is_mixed else None
 
 
 class Phases:
     """The phase of a run, and the engines that are awake among those that take turns. Messages may repeat and come in any order."""
 
-    def __init__(self, *, most_steps: int | None = None) -> None:
-        """`most_steps`: steps of one training phase while others wait, in a run with engines apart; None: all that are closed."""
+    def __init__(self, *, bound: int | None = None) -> None:
+        """`bound`: K, in a run with engines apart; None: a training phase lasts until all closed steps are trained."""
         self.phase = Phase.GENERATION
-        self._most_steps = most_steps
+        self._bound = bound
         self._first: int | None = None
-        """The policy from which `most_steps` are counted; None before one is published."""
+        """The policy under which the training phase began; None before one is published."""
+        self._published: int | None = None
+        """The newest policy that is known here."""
         self._woken_with: tuple[int, int | None] | None = None
         """The (steps closed, policy published) with which engines were given the devices; None where they began with them."""
         self._awake: set[int] = set()
@@ -63,6 +66,7 @@ class Phases:
         `is_pinned` says that an engine that is awake has to keep its policy; `computes` that the trainer is to compute something else than
         a step. `num_closable` steps can be closed before another policy is published, by the staleness bound.
         """
+        self._published = published
         can_close = num_closable is None or num_closed < num_closable
         if self.phase is Phase.TRAINING and (self._first is None or not can_close):
             self._first = published  # engines could do nothing with a turn
@@ -75,10 +79,10 @@ class Phases:
 
     def _is_generations_turn(self, num_closed: int, published: int | None) -> bool:
         """Return whether engines have the devices although a closed step could be trained."""
-        if self._most_steps is None or published is None:
+        if self._bound is None or published is None:
             return False
         if self.phase is Phase.TRAINING:
-            return self._first is not None and published - self._first >= self._most_steps
+            return self._first is not None and published > self._first and num_closed - self._first >= self._bound
         return self._woken_with == (num_closed, published)
 
     @property
@@ -87,8 +91,8 @@ class Phases:
         return self.phase is Phase.TRAINING and not self._awake
 
     def has_turn(self, step: int) -> bool:
-        """Return whether a step is one of the training phase there is: a trainer asks for the next before its policy is known."""
-        return self._most_steps is None or self._first is None or step < self._first + self._most_steps
+        """Return whether a step may be trained: a trainer asks for the next one before its policy, which may end the phase, is known."""
+        return self._bound is None or (self._published is not None and step <= self._published)
 
     def woke(self, engine_id: int) -> None:
         """Note that an engine has committed a policy, or announces itself."""

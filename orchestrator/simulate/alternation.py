@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.rules.phases import Phase, Phases, most_steps
+from orchestrator.rules.phases import Phase, Phases, sleep_bound
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.generation import Generation
 from orchestrator.simulate.trainer import Trainer
@@ -19,7 +19,7 @@ class Alternation:
     def __init__(self, config: Config, trainer: Trainer, weight_sync: WeightSync, generation: Generation) -> None:
         """The engines of `generation` change as they die and come back."""
         self._config = config
-        self._phases, self._phase_id = Phases(most_steps=most_steps(config)), 0
+        self._phases, self._phase_id = Phases(bound=sleep_bound(config)), 0
         self._trainer, self._weight_sync, self._generation = trainer, weight_sync, generation
         trainer.may_train = lambda step: self._phases.may_train and self._phases.has_turn(step)
         trainer.on_moved = self.update

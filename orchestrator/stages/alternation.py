@@ -33,7 +33,7 @@ class Alternation:
     """The engines of a run in which some share their devices with the trainer; None where all have their own."""
     takes_turns: Callable[[int], bool] = lambda engine_id: True
     """The callback says whether an engine, by its id, does."""
-    most_steps: int | None = None
+    bound: int | None = None
     """See `Phases`; None where all engines take turns."""
     num_closable: Callable[[int], int] = lambda version: sys.maxsize
     """The callback says how many steps can be closed before a policy after this version is published."""
@@ -60,7 +60,7 @@ class Alternation:
     """Of the training phase that began last; those of an orchestrator that is gone were smaller."""
 
     def __post_init__(self) -> None:
-        self._phases = Phases(most_steps=self.most_steps)
+        self._phases = Phases(bound=self.bound)
         if self.engines is not None and self.journal is not None:
             self._phase_id = int(1e6 * self.journal.clock())
             self.engines.peers.on(Asleep, self._hear)
@@ -153,7 +153,7 @@ class Alternation:
     def _send_to_sleep(self, engine: Engine) -> None:
         if self.engines is None:
             return
-        if self.most_steps is not None:  # others are awake meanwhile; where all sleep, what is asked of them waits there
+        if self.bound is not None:  # others are awake meanwhile; where all sleep, what is asked of them waits there
             self.engines.rest(engine, is_asleep=True)
         self.engines.peers.send(engine.peer, Sleep(phase_id=self._phase_id))
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.cli.app import console
-from pipelinerl.config import Mode, Placement
+from pipelinerl.config import EngineSection, Mode, Placement
 from pipelinerl.config.file import load
 from pipelinerl.errors import ConfigError, DataError, PeerGone
 from pipelinerl.launch.run_folder import name_now
@@ -30,16 +30,16 @@ from pipelinerl.observe.report.page import write_whole
 from pipelinerl.observe.report.reading import Tables, read_tables
 from pipelinerl.observe.report.units import dashed
 
-MODES: Mapping[str, tuple[str, ...]] = {
-    name: (f"pipeline.mode={mode}", f"pipeline.placement={placement}")
-    for name, mode, placement in (
-        ("sync", Mode.SYNC, Placement.APART),
-        ("colocated", Mode.STREAMING, Placement.COLOCATED),  # not last: of the others, the last one's rollouts are taken
-        ("one_step_off", Mode.ONE_STEP_OFF, Placement.APART),
-        ("streaming", Mode.STREAMING, Placement.APART),
-    )
+MODES: Mapping[str, tuple[Mode, Placement]] = {
+    "sync": (Mode.SYNC, Placement.APART),
+    "colocated": (Mode.STREAMING, Placement.COLOCATED),  # not last: of the others, the last one's rollouts are taken
+    "mixed": (Mode.STREAMING, Placement.COLOCATED),
+    "one_step_off": (Mode.ONE_STEP_OFF, Placement.APART),
+    "streaming": (Mode.STREAMING, Placement.APART),
 }
-"""Each mode by name, with the settings that make it: they are schedules of the same calls (`orchestrator.rules.admission.schedule_of`)."""
+"""Each mode by name, with what makes it: they are schedules of the same calls (`orchestrator.rules.admission.schedule_of`). In `mixed` some
+engines take turns with the trainer, and others stand apart: as many as `engine.apart` says, else half of them.
+"""
 STEPS = 20
 """Steps of each mode where nothing else is said."""
 LOOK_EVERY_S = 0.5
@@ -56,14 +56,14 @@ def compare_modes(
     """
     own = (f"trainer.steps={steps or STEPS}",) if steps or seconds is None else ()
     words = [*overrides, *own, "tracking.to=[]"]
-    modes = _possible(config_file, words)
     config = load(config_file, overrides=overrides)
+    modes = _possible(config_file, words, config.engine)
     folder = config.run.folder / name_now(config).replace(config.run.name, f"{config.run.name}-modes", 1)
     folder.mkdir(parents=True)
     console.print(f"runs: {escape(str(folder))}", soft_wrap=True)
     tables: dict[str, Tables] = {}
     for number, mode in enumerate(modes, start=1):
-        told = [*words, *MODES[mode], f"run.name={mode}", f"run.folder={json.dumps(str(folder))}"]
+        told = [*words, *settings_of(mode, config.engine), f"run.name={mode}", f"run.folder={json.dumps(str(folder))}"]
         tables[mode] = _run(config_file, told, folder=folder, mode=mode, place=f"{number} of {len(modes)}", seconds=seconds)
     goal = common_reward(tables) if reward is None else reward
     runs = [_told(mode, tables, reward=goal) for mode in modes]
@@ -81,12 +81,19 @@ def compare_modes(
     console.print(f"comparison: {escape(str(path))}, {escape(str(folder / 'comparison.json'))}", soft_wrap=True)
 
 
-def _possible(config_file: Path, overrides: Sequence[str]) -> list[str]:
+def settings_of(mode: str, engine: EngineSection) -> tuple[str, ...]:
+    """Return the settings that make a mode of a config with these engines."""
+    schedule, placement = MODES[mode]
+    apart = (engine.apart or max(1, engine.count // 2)) if mode == "mixed" else 0
+    return f"pipeline.mode={schedule}", f"pipeline.placement={placement}", f"engine.apart={apart}"
+
+
+def _possible(config_file: Path, overrides: Sequence[str], engine: EngineSection) -> list[str]:
     """Return the modes that the config allows, and say of the others why it does not."""
     refused: dict[str, ConfigError] = {}
-    for mode, settings in MODES.items():
+    for mode in MODES:
         try:
-            load(config_file, overrides=[*overrides, *settings])
+            load(config_file, overrides=[*overrides, *settings_of(mode, engine)])
         except ConfigError as error:
             refused[mode] = error
     if len(MODES) - len(refused) < 2:

@@ -112,7 +112,7 @@ def compare(
     Which mode is best for a config of yours, on this machine?
 
         pipelinerl compare --modes my.toml                        # 20 steps of sync, colocated, one_step_off, streaming
-        pipelinerl compare --modes my.toml --seconds 120 engine.count=2
+        pipelinerl compare --modes my.toml --seconds 120 engine.count=2     # and mixed, which takes two engines or more
 
     Then a table is printed, too: samples per second, seconds to a reward, reward per sample, staleness, and how long engines and trainer
     idled, each with what the simulator foretells of that mode from another one's run. The runs, the page and `comparison.json` lie in

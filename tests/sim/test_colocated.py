@@ -108,21 +108,20 @@ MIXED = World(mean_tokens=48, token_s=1e-3)
 def test_engines_apart_go_on_while_the_trainer_has_the_devices_of_the_others(tmp_path: Path):
     ended = run(mixed(trainer={"steps": 20}), folder=tmp_path, world=dataclasses.replace(MIXED, device=(device := Device())))
     assert ended.problems() == device.problems == []
-    assert device.num_beside > 500
+    assert device.num_beside > 150
     assert {line["engine_id"] for line in ended.lines if line["kind"] == "asleep"} == {0}
     assert {line["engine_id"] for line in ended.lines if line["kind"] == "swap"} == {0, 1}
     assert not [row for row in ended.rows if row[3] in ("cancelled", "failed") and row[4] != "the run ended"]
 
 
-@pytest.mark.parametrize("bound", [1, 2, 4])
-def test_no_training_phase_is_longer_than_tokens_may_be_old_though_engines_apart_keep_the_trainer_busy(tmp_path: Path, bound: int):
+@pytest.mark.parametrize("bound", [1, 2])
+def test_no_sequence_sleeps_until_it_is_too_old_though_engines_apart_alone_would_keep_the_trainer_busy(tmp_path: Path, bound: int):
     settings = mixed(engine={"count": 4, "apart": 3}, pipeline={"max_staleness": bound}, trainer={"steps": 20})
     ended = run(settings, folder=tmp_path, world=dataclasses.replace(MIXED, device=(device := Device())))
     assert ended.problems() == device.problems == []
-    phases = [line for line in ended.lines if line["kind"] == "phase"][2:]
-    assert [line["phase"] for line in phases] == ["training", "generation"] * (len(phases) // 2)
-    lengths = [after["version"] - before["version"] for before, after in itertools.pairwise(phases) if before["phase"] == "training"]
-    assert max(lengths[:-1]) == bound, "engines apart close the steps that follow"
+    assert sum(line["num_running"] for line in ended.lines if line["kind"] == "asleep") > 50
+    assert not [row for row in ended.rows if row[3] == "stale"]
+    phases = [line for line in ended.lines if line["kind"] == "phase"][2:-2]
     waits = [after["num_closed"] - before["num_closed"] for before, after in itertools.pairwise(phases) if before["phase"] == "generation"]
     assert min(waits) >= 1, "those that woke have helped to close one"
 

@@ -51,32 +51,37 @@ def test_an_engine_that_must_keep_its_policy_holds_up_the_training_phase_and_not
     assert change(phases, num_closed=1, published=1, is_pinned=True) is Phase.GENERATION
 
 
-def test_engines_that_others_could_keep_asleep_for_ever_get_a_turn_after_so_many_steps_and_until_another_is_closed():
-    phases = Phases(most_steps=2)
+def test_a_phase_ends_when_the_next_step_is_the_last_for_what_sleeps_and_the_next_begins_when_that_is_closed():
+    phases = Phases(bound=3)
 
     def change(num_closed: int, published: int) -> Phase | None:
-        return phases.next_phase(num_closed=num_closed, published=published, is_pinned=False, num_closable=published + 3)
+        return phases.next_phase(num_closed=num_closed, published=published, is_pinned=False, num_closable=published + 4)
 
     assert change(1, 0) is Phase.TRAINING
-    assert change(3, 1) is None
-    assert [step for step in range(4) if phases.has_turn(step)] == [0, 1], "the trainer asks for step 2 before policy 2 is known"
-    assert change(4, 2) is Phase.GENERATION, "two steps are trained, two wait"
-    assert change(4, 2) is None
-    assert change(5, 2) is Phase.TRAINING, "another is closed, and none could follow"
-    assert [step for step in range(2, 6) if phases.has_turn(step)] == [2, 3]
+    assert change(3, 0) is None, "nothing is trained yet"
+    assert [step for step in range(4) if phases.has_turn(step)] == [0], "policy 1 may end the phase, and is asked for after its rows"
+    assert change(2, 1) is None, "tokens of policy 0 fit into step 2 and step 3"
+    assert phases.has_turn(1)
+    assert change(3, 2) is Phase.GENERATION, "and into step 3 alone"
+    assert change(3, 2) is None, "step 2 waits for its turn"
+    assert change(4, 2) is Phase.TRAINING
+    assert phases.has_turn(2)
 
 
 def test_the_trainer_goes_on_where_engines_could_close_no_step_with_their_turn():
-    phases = Phases(most_steps=1)
+    phases = Phases(bound=1)
     assert phases.next_phase(num_closed=1, published=0, is_pinned=False, num_closable=2) is Phase.TRAINING
+    assert not phases.has_turn(1)
     assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=2) is None, "the last step of the run"
     assert phases.has_turn(1)
 
 
 def test_engines_that_were_given_a_turn_lose_it_to_a_trainer_that_starts():
-    phases = Phases(most_steps=1)
+    phases = Phases(bound=1)
     assert phases.next_phase(num_closed=1, published=0, is_pinned=False, num_closable=9) is Phase.TRAINING
     assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=9) is Phase.GENERATION
     assert phases.next_phase(num_closed=2, published=None, is_pinned=False) is Phase.TRAINING
+    assert not phases.has_turn(0)
     assert phases.next_phase(num_closed=2, published=0, is_pinned=False, num_closable=9) is None
+    assert phases.has_turn(0)
     assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=9) is Phase.GENERATION
