@@ -34,6 +34,8 @@ def load(path: Path, *, overrides: Sequence[str] = (), for_run: bool = True) -> 
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}: name an existing TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Name a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:

@@ -17,7 +17,9 @@ from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
 
 
 class RunSection(Section):
-    name: str = Field("run", description="names the run folder and the tracker's run")
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern="^[^/]+$")] = Field(
+        "run", description="names the run folder and the tracker's run; without slashes"
+    )
     folder: Path = Field(Path("runs"), description="parent of the run folders")
     seed: int = Field(0, description="seeds prompt order, sampling and the trainer")
     restarts: Annotated[int, Field(ge=0)] = Field(10, description="restarts of one killed process within an hour before the run ends")

@@ -20,7 +20,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run, write_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import peers_of
-from pipelinerl.launch.run_folder import SCRIPT_FILE, SERVING_FILE, forget_endpoints, policy_folders
+from pipelinerl.launch.run_folder import SCRIPT_FILE, SERVING_FILE, folders_of, forget_endpoints, policy_folders
 from pipelinerl.storage.schema import refusal
 from pipelinerl.transport.keys import make_keys
 
@@ -96,7 +96,7 @@ def find_run(config: Config, name: str | None = None) -> Found | None:
     """
     if name is not None:
         return Found(folder=_named(config, name))
-    folders = sorted((path.parent for path in config.run.folder.glob(f"{config.run.name}-[0-9]*/config.json")), key=_last_written)
+    folders = sorted(folders_of(config, "config.json"), key=_last_written)
     for number, folder in enumerate(reversed(folders)):
         if has_begun(folder):
             return Found(folder=folder, num_passed_over=number)
@@ -105,7 +105,7 @@ def find_run(config: Config, name: str | None = None) -> Found | None:
 
 def find_server(config: Config, name: str | None = None) -> Path | None:
     """The server's folder of that name; else the newest one of `run.name`, or None where there is none. Raises `ConfigError`."""
-    found = sorted((path.parent for path in config.run.folder.glob(f"{config.run.name}-[0-9]*/{SERVING_FILE}")), key=_last_written)
+    found = sorted(folders_of(config, SERVING_FILE), key=_last_written)
     if name is None:
         return found[-1] if found else None
     for folder in found:
@@ -184,7 +184,9 @@ def _named(config: Config, name: str) -> Path:
     candidates = (Path(name), config.run.folder / name)
     folder = next((path for path in candidates if (path / "config.json").exists()), None)
     if folder is None:
-        known = sorted((path.parent for path in config.run.folder.glob("*/config.json")), key=_last_written)
+        known = sorted(
+            (path.parent for path in config.run.folder.glob("*/config.json") if (path.parent / "keys").is_dir()), key=_last_written
+        )
         hint = f"; the newest in {config.run.folder} are {', '.join(path.name for path in known[-3:])}" if known else ""
         raise ConfigError(f"--resume {name}: no run is there, neither at {candidates[0]} nor at {candidates[1]}{hint}")
     if not has_begun(folder):

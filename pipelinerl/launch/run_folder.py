@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import time
 from pathlib import Path
 
@@ -52,12 +54,24 @@ def fill(folder: Path, config: Config) -> None:
     make_keys(folder, peers_of(config))
 
 
+def folders_of(config: Config, holding: str) -> list[Path]:
+    """The run folders of `run.name` that hold a file, in no order; none of a longer name (`demo-2` beside `demo`)."""
+    is_one = re.compile(rf"{re.escape(config.run.name)}-\d{{8}}-\d{{6}}(-\d+)?").fullmatch
+    return [path.parent for path in config.run.folder.glob(f"*/{holding}") if is_one(path.parent.name)]
+
+
 def _make_run_folder(config: Config) -> Path:
     name = name_now(config)
-    number = sum(1 for _ in config.run.folder.glob(f"{name}*"))
-    folder = config.run.folder / (f"{name}-{number + 1}" if number else name)
-    fill(folder, config)
-    return folder
+    for number in itertools.count(1):
+        folder = config.run.folder / (f"{name}-{number}" if number > 1 else name)
+        try:
+            fill(folder, config)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+            continue  # another run began in the same second
+        return folder
+    raise AssertionError("numbers do not end")
 
 
 def folder_of_policy(run_folder: Path, name: str) -> Path:

@@ -98,6 +98,8 @@ def test_an_unknown_key_of_a_reward_is_named_with_its_place():
         ({"pipeline": {"mode": "fast"}}, "pipeline.mode is 'fast': input should be 'streaming', 'one_step_off' or 'sync'"),
         ({"pipeline": {"max_staleness": -1}}, "pipeline.max_staleness is -1: input should be greater than or equal to 0"),
         ({"model": {"path": "m", "dtype": "float64"}}, "model.dtype is 'float64': input should be 'float32', 'bfloat16' or 'float16'"),
+        ({"run": {"name": "../elsewhere"}}, "run.name is '../elsewhere': string should match pattern '^[^/]+$'"),
+        ({"run": {"name": ""}}, "run.name is '': string should have at least 1 character"),
         ({"reward": []}, "reward is missing: name a function"),
     ],
 )
@@ -325,6 +327,8 @@ def test_what_cannot_travel_from_shard_to_shard_is_told_by_name():
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no config file at .*nothing.toml"):
         load(tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be read: Is a directory. Name a TOML file"):
+        load(tmp_path)
     (tmp_path / "bad.toml").write_text("[model\n")
     with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: .*line 1"):
         load(tmp_path / "bad.toml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from pipelinerl.launch.resuming import find_run, has_begun, make_ready
 from pipelinerl.launch.run_folder import make_run_folder
 
 
-def settings(folder: Path) -> Config:
+def settings(folder: Path, *, name: str = "demo") -> Config:
     return parse(
         {
-            "run": {"name": "demo", "folder": str(folder)},
+            "run": {"name": name, "folder": str(folder)},
             "model": {"path": "m"},
             "data": {"source": "d"},
             "reward": [{"function": "f:g"}],
@@ -75,6 +76,37 @@ def test_a_name_that_no_run_has_is_answered_with_those_there_are(tmp_path: Path)
     known = run_folder(config, admitted=True)
     with pytest.raises(ConfigError, match=rf"--resume dmo: no run is there, neither at dmo nor at .*; the newest in .* are {known.name}"):
         find_run(config, "dmo")
+
+
+def test_a_model_beside_the_runs_is_not_offered_as_one(tmp_path: Path):
+    config = settings(tmp_path)
+    known = run_folder(config, admitted=True)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"the newest in .* are {known.name}$"):
+        find_run(config, "dmo")
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-2", "lr[3e-4]", "a*", "a.b", "with space"])
+def test_a_run_is_never_taken_for_one_of_a_longer_name(tmp_path: Path, name: str):
+    config = settings(tmp_path, name=name)
+    mine = run_folder(config, admitted=True, at_s=1)
+    again = run_folder(config, admitted=True, at_s=2)
+    for longer in (f"{name}-2", f"{name}-20260101", name.replace("*", "bc"), name.replace(".", "x")):
+        if longer != name:
+            run_folder(settings(tmp_path, name=longer), admitted=True, at_s=3)
+    found = find_run(config)
+    assert found is not None
+    assert found.folder == again, f"{mine} and {again} are those of that name"
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipelinerl.launch.run_folder.name_now", lambda config: "demo-20260101-000000")
+    config = settings(tmp_path)
+    first, second, third = (make_run_folder(config).name for _ in range(3))
+    assert (first, second, third) == ("demo-20260101-000000", "demo-20260101-000000-2", "demo-20260101-000000-3")
+    shutil.rmtree(tmp_path / second)
+    assert make_run_folder(config).name == second, "a number that is taken is passed over, not counted"
 
 
 def test_a_named_run_that_never_began_is_refused(tmp_path: Path):
