@@ -12,8 +12,8 @@ from typing import Any
 
 import uvicorn
 
-from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.limits import Protocol
+from pipelinerl.runtime.network import bind
 
 KEEP_ALIVE_S = 75
 """Longest time that a connection may be idle between two requests."""
@@ -48,17 +48,9 @@ def server_of(app: Any, *, max_connections: int) -> Server:
 
 def listen(interface: str, port: int, *, section: str) -> tuple[socket.socket, str]:
     """Return a listening socket and its URL; port 0 takes a free one. Raises `ConfigError` naming the `section` of the settings."""
-    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((interface, port))
-    except OSError as error:
-        listener.close()
-        where = f"{interface}, port {port}"
-        raise ConfigError(f"{section}: cannot listen on {where}: {error.strerror or error}. {section}.port = 0 takes a free one") from None
+    listener = bind(interface, port, keys=f"{section}.")
     host, port = listener.getsockname()[:2]
-    return listener, f"http://[{host}]:{port}" if family == socket.AF_INET6 else f"http://{host}:{port}"
+    return listener, f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def remember(path: Path, said: Mapping[str, Any]) -> None:

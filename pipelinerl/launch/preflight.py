@@ -34,6 +34,7 @@ from pipelinerl.engine.options import problems_of_options, problems_of_parser
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import doctor
 from pipelinerl.launch.gpus import place
+from pipelinerl.launch.places import look_at_places
 from pipelinerl.launch.roles import roles_of
 from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.observe.tracking.beside import missing_packages
@@ -90,7 +91,8 @@ def check(
     ]
     looks += [_raised_by(lambda: _gateway_packages(config)), _raised_by(lambda: _store(config, is_dry=is_dry or not runs_here))]
     if runs_here:
-        looks += [_packages(otherwise=Level.NOTE if is_dry else Level.FAIL), _cores(config)]
+        otherwise = Level.NOTE if is_dry else Level.FAIL
+        looks += [_packages(otherwise=otherwise), _cores(config), look_at_places(config, otherwise=otherwise)]
         looks += [] if is_one_of_several else [_gpus(config, is_dry=is_dry)]
     if has_model and config.engine.kind == "vllm":
         looks += [_memory(config, runs_here=runs_here)]

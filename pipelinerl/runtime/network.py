@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -32,6 +33,27 @@ def address_of(interface: str) -> str:
     return str(found)
 
 
+def bind(interface: str, port: int, *, keys: str) -> socket.socket:
+    """Return a TCP socket at an address, or a host name, of this machine; port 0 takes a free one.
+
+    Raises `ConfigError` naming the settings that begin with `keys` ("gateway."): `interface`, and `port`.
+    """
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((interface, port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        why = error.strerror or str(error) if isinstance(error, OSError) else "no name of a host"
+        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ConfigError(f"{keys}port is {port}: cannot listen there on {interface}: {why}. {keys}port = 0 takes a free one") from None
+        known = ", ".join(sorted(_addresses()))
+        do = f"Name one of {known}, or a host name that leads to one"
+        raise ConfigError(f"{keys}interface is {interface}: cannot listen there: {why}. {do}") from None
+    return listener
+
+
 def address_towards(host: str, port: int = 9) -> str:
     """This machine's IPv4 address on the way to another one. Sends nothing. Raises `ConfigError` where no way leads there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -49,6 +71,15 @@ def device_of(address: str) -> str:
             if _address_of_device(name) == address:
                 return name
     raise ConfigError(f"no interface of this machine has the address {address}")
+
+
+def _addresses() -> list[str]:
+    """The IPv4 addresses of this machine's interfaces."""
+    found = []
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ConfigError):
+            found.append(_address_of_device(name))
+    return found
 
 
 def _address_of_device(name: str) -> str:

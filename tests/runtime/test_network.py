@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.runtime.network import address_of, address_towards, device_of
+from pipelinerl.runtime.network import address_of, address_towards, bind, device_of
 
 
 @pytest.mark.parametrize("interface", ["127.0.0.1", "lo", "localhost"])
@@ -28,3 +28,14 @@ def test_the_way_to_this_machine_leaves_from_loopback():
     assert device_of("127.0.0.1") == "lo"
     with pytest.raises(ConfigError, match=r"no interface of this machine has the address 203\.0\.113\.9"):
         device_of("203.0.113.9")
+
+
+def test_a_socket_is_bound_where_the_settings_say_or_their_keys_are_named():
+    with bind("127.0.0.1", 0, keys="gateway.") as first:
+        port = first.getsockname()[1]
+        first.listen()
+        with pytest.raises(ConfigError, match=rf"gateway\.port is {port}: .*in use\. gateway\.port = 0 takes a free one"):
+            bind("127.0.0.1", port, keys="gateway.")
+    for nowhere in ("203.0.113.9", "no.such.host.invalid", "ib 7", "x" * 70):
+        with pytest.raises(ConfigError, match=rf"tinker\.interface is {nowhere}: cannot listen there: .*\. Name one of .*127\.0\.0\.1"):
+            bind(nowhere, 0, keys="tinker.")
