@@ -37,9 +37,12 @@ def load_tokenizer(folder: Path) -> Any:
     else:
         from transformers import AutoTokenizer as TokenizerClass
     try:
-        return TokenizerClass.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = TokenizerClass.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain `Exception` for a damaged file
         raise ConfigError(f"model.path: the tokenizer of {folder} cannot be loaded: {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without any of its files
+        raise ConfigError(f"model.path: {folder} has no tokenizer: save the model's own there (tokenizer.json, tokenizer_config.json)")
+    return tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,16 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path):
         load_tokenizer(tmp_path)
 
 
+def test_what_is_made_of_a_models_config_alone_is_no_tokenizer(tmp_path: Path):
+    from tests.tiny_models import make_qwen2
+
+    make_qwen2(tmp_path)
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=f"{tmp_path} has no tokenizer: save the model's own there"):
+        load_tokenizer(tmp_path)
+
+
 def test_an_end_of_sequence_is_no_part_of_the_text_that_is_scored(tmp_path: Path):
     from tests.tiny_models import make_tokenizer
 
