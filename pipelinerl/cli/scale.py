@@ -41,6 +41,7 @@ def scale(
 
     run_folder = run_folder.absolute()
     if wanted is None:
+        scaling.check_is_run(run_folder)
         if (found := ScaleFolder(run_folder).members()) is None:
             raise ConfigError(f"{run_folder} has no engines so far: no orchestrator of it has said which")
         console.print(_table(found))

@@ -48,10 +48,15 @@ def ask(run_folder: Path, *, engines: int, drain_s: float, started_by: StartedBy
     return found
 
 
+def check_is_run(run_folder: Path) -> None:
+    """Raise `ConfigError` where no run is."""
+    if not (run_folder / "config.json").is_file():
+        raise ConfigError(f"{run_folder} is no run's folder: it has no config.json" if run_folder.is_dir() else f"no run at {run_folder}")
+
+
 def check(run_folder: Path, *, engines: int, drain_s: float, started_by: StartedBy) -> None:
     """Refuse what cannot be asked of this run. Raises `ConfigError`."""
-    if not (run_folder / "config.json").is_file():
-        raise ConfigError(f"{run_folder} is no run's folder: it has no config.json")
+    check_is_run(run_folder)
     config = load_run(run_folder)
     if config.policies or (run_folder.parent.parent / "config.json").is_file():
         raise ConfigError(f"{run_folder} is a run of several policies, which keep the engines that they began with")

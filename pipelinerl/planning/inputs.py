@@ -169,7 +169,7 @@ def gpu_inputs(name: str) -> Values:
         near = difflib.get_close_matches(name.lower(), gpus(), 1)
         raise ConfigError(
             f"--gpu {name}: not in the table, which has {', '.join(gpus())}"
-            + (f"; did you mean {near[0]}?" if near else "")
+            + (f" (did you mean {near[0]}?)" if near else "")
             + ". For another one take the nearest, with --set gpu_bytes=... --set bandwidth=... --set peak_flops=..."
         )
     row = gpus()[name.lower()]

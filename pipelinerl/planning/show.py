@@ -84,7 +84,7 @@ def explain(plan: Plan, figure: str, console: Console) -> None:
     if figure not in SHEET.rows and figure not in INPUTS:
         near = difflib.get_close_matches(figure, [*SHEET.rows, *INPUTS], 1)
         listed = "; ".join(f"{section}: {', '.join(row.name for row in rows)}" for section, rows in SECTIONS.items())
-        raise ConfigError(f"--explain {figure}: no figure of that name{f'; did you mean {near[0]}?' if near else ''} There are {listed}")
+        raise ConfigError(f"--explain {figure}: no figure of that name{f' (did you mean {near[0]}?)' if near else ''}. There are {listed}")
     chosen = plan.chosen
     if figure in INPUTS:
         console.print(_of_input(plan, figure), highlight=False, soft_wrap=True)

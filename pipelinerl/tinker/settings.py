@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelinerl.config import Config, TinkerSection
+from pipelinerl.config.modes import Placement
 from pipelinerl.engine.kv import context_of
 from pipelinerl.errors import ConfigError
 
@@ -37,5 +38,7 @@ def _problems(config: Config) -> Iterator[str]:
         yield 'weights.adapters is "merged", and clients\' adapters are kept apart: leave it out'
     if config.weights.delta:
         yield "weights.delta sends what changed since the version before, which may be another client's: leave it out"
+    if config.pipeline.placement is not Placement.APART:
+        yield f'pipeline.placement is "{config.pipeline.placement}", and clients say themselves when to train: leave it out'
     if config.engine.num_stages > 1 and config.lora.rank:
         yield "engine.options makes a pipeline of several stages, which serves no adapters side by side: use one stage, or lora.rank = 0"

@@ -40,8 +40,8 @@ class ObjectStore:
             self._files, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
         except ImportError as error:
             raise ConfigError(f"{url}: {error}. For S3: pip install 'pipelinerl[store]'") from None
-        except ValueError as error:
-            raise ConfigError(f"{url}: {error}") from None
+        except Exception as error:  # what a protocol's package raises where its URL leads nowhere: some connect at once
+            raise ConfigError(f"{url} cannot be opened: {error}") from None
         self._root = str(root).rstrip("/")
 
     def send(self, path: Path, name: str) -> File:

@@ -130,6 +130,8 @@ def test_a_live_run_grows_shrinks_and_outlives_an_engine_that_is_killed_while_it
 def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run's folder"):
         scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+    with pytest.raises(ConfigError, match=f"^no run at {tmp_path / 'nope'}$"):
+        scaling.check_is_run(tmp_path / "nope")
     for words in (["engines=two"], ["4"], ["engines=2", "engines=3"], ["trainer.steps=4"]):
         with pytest.raises(ConfigError, match="expected engines=N"):
             scaling.wanted_of(words)

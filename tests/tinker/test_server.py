@@ -13,6 +13,8 @@ import httpx
 import numpy as np
 import pytest
 
+from pipelinerl.config.file import parse
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import (
     CloseModel,
     Completion,
@@ -33,6 +35,7 @@ from pipelinerl.tinker.backend import Publication, Refusal, Weights
 from pipelinerl.tinker.futures import Futures
 from pipelinerl.tinker.ledger import Ledger
 from pipelinerl.tinker.server import Tinker
+from pipelinerl.tinker.settings import served as settings_of_server
 from tests.tinker.test_wire import REQUEST
 from tests.tinker.wiring import KEY, wired
 
@@ -401,3 +404,9 @@ def test_what_a_model_cannot_be_is_said_when_it_is_made(tmp_path: Path):
         assert not client.backend.trained
 
     run(test, tmp_path)
+
+
+def test_engines_and_trainer_in_turns_are_refused_before_anything_starts(tmp_path: Path):
+    config = parse({"model": {"path": "m"}, "pipeline": {"placement": "colocated"}}, origin="test", for_run=False)
+    with pytest.raises(ConfigError, match=r'pipelinerl serve:\n  - pipeline.placement is "colocated", and clients say themselves'):
+        settings_of_server(config)

@@ -206,6 +206,7 @@ class Until(threading.Event):
         ("backup/models", "is not a URL of an object store: expected one such as s3://bucket/prefix"),
         ("s3://key:secret@bucket/x", "holds a user or a key"),
         ("nowhere://bucket", "Protocol not known: nowhere"),
+        ("ftp://no.such.host.invalid/x", "ftp://no.such.host.invalid/x cannot be opened: "),
     ],
 )
 def test_a_url_that_nothing_can_open_is_refused_and_no_key_is_repeated(url: str, said: str) -> None:
