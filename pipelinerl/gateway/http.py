@@ -34,7 +34,7 @@ from pipelinerl.gateway.orchestrator import Orchestrator
 from pipelinerl.gateway.refusal import RequestRefused, wrong
 from pipelinerl.gateway.streaming import whole
 from pipelinerl.gateway.turns import Retry, Turns
-from pipelinerl.messages import LeaseEnd, Prompt
+from pipelinerl.messages import MAX_REWARD, LeaseEnd, Prompt, is_reward
 
 MAX_POLL_S = 60.0
 """Longest wait of one `/episodes/next`; agents ask again. Longer meets the limits of proxies in between."""
@@ -88,7 +88,7 @@ class Gateway:
         wait_s = body.get("timeout_s", 30.0)
         if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
             raise wrong(f"timeout_s is {wait_s!r}, expected seconds from 0", param="timeout_s")
-        episode = await self._unless_gone(request, self.orchestrator.next_episode(timeout_s=min(float(wait_s), MAX_POLL_S)))
+        episode = await self._unless_gone(request, self.orchestrator.next_episode(timeout_s=float(min(wait_s, MAX_POLL_S))))
         if episode is None:
             return Response(status_code=204)
         return _json(
@@ -129,7 +129,7 @@ class Gateway:
         body = await self._body(request)
         reward = _reward(body)
         if reward is None:
-            raise wrong("reward is missing: expected a finite number", param="reward")
+            raise wrong("reward is missing: expected a number", param="reward")
         turn, model = body.get("turn"), fields.text(body, "model")
         if turn is None:
             (episode.part(model) if model else episode).reward = reward
@@ -276,8 +276,8 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
 
 def _reward(body: dict[str, Any]) -> float | None:
     reward = body.get("reward")
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise wrong(f"reward is {str(reward)[:80]!r}, expected a finite number", param="reward")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not is_reward(reward)):
+        raise wrong(f"reward is {str(reward)[:80]!r}, expected a number up to {MAX_REWARD:g} in size", param="reward")
     return None if reward is None else float(reward)
 
 

@@ -19,13 +19,16 @@ BODY_S = 30.0
 SEND_S = 30.0
 """Longest time in which a client takes nothing of its answer."""
 MAX_HEAD_BYTES = 32 << 10
-"""First line and headers of one request."""
+"""First line and headers of one request; and what stands between two pieces of its body, or behind the last (trailers)."""
 MAX_DEPTH = 64
 """Nesting of a request's JSON. Deeper ones could exhaust the stack of the code that walks them."""
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, with a deadline and a bound for what comes before a body; it has neither."""
+    """uvicorn's protocol, with a deadline for what comes before a body, and a bound for all that is none; it has neither.
+
+    Trailers count, since uvicorn keeps them with the headers, also of a request that was answered before its end.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,10 +41,9 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._head_deadline is not None:
-            self._num_head_bytes += len(data)
+        self._num_head_bytes += len(data)
         super().data_received(data)
-        if self._head_deadline is not None and self._num_head_bytes > MAX_HEAD_BYTES:
+        if self._num_head_bytes > MAX_HEAD_BYTES:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
@@ -50,7 +52,16 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_is_there()
+        self._num_head_bytes = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_complete()
 
     def _expect_head(self) -> None:
         if self._head_deadline is None:

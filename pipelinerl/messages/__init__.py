@@ -16,6 +16,7 @@ from __future__ import annotations
 from pipelinerl.messages.base import MAX_DEPTH as MAX_DEPTH
 from pipelinerl.messages.base import MAX_IMAGE_BYTES as MAX_IMAGE_BYTES
 from pipelinerl.messages.base import MAX_IMAGES as MAX_IMAGES
+from pipelinerl.messages.base import MAX_REWARD as MAX_REWARD
 from pipelinerl.messages.base import UNSAMPLED as UNSAMPLED
 from pipelinerl.messages.base import Alive as Alive
 from pipelinerl.messages.base import Failed as Failed
@@ -35,6 +36,7 @@ from pipelinerl.messages.base import Text as Text
 from pipelinerl.messages.base import Unread as Unread
 from pipelinerl.messages.base import check_depth as check_depth
 from pipelinerl.messages.base import check_lengths as check_lengths
+from pipelinerl.messages.base import is_reward as is_reward
 from pipelinerl.messages.engine import Asleep as Asleep
 from pipelinerl.messages.engine import Attempts as Attempts
 from pipelinerl.messages.engine import Cancel as Cancel

@@ -33,8 +33,16 @@ MAX_IMAGE_BYTES = 2 << 20
 """Bytes of the image files of one prompt together, so that a packed row of 30 prompts still fits one message."""
 Images = Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_IMAGE_BYTES)], ...], msgspec.Meta(max_length=1 << 16)]
 """Image files (PNG, JPEG and others that Pillow reads), byte for byte as they were."""
+MAX_REWARD = 1e12
+"""Largest size of a reward. Larger ones leave the range of float32 when a loss or a gradient's norm squares what is made of them, and the
+trainer would end over rows that one agent, or one reward function, has spoilt."""
 Figures = Annotated[dict[Id, float], msgspec.Meta(max_length=4096)]
 """Numbers by name."""
+
+
+def is_reward(value: float) -> bool:
+    """Return whether a number can be a reward: not NaN, and at most `MAX_REWARD` in size."""
+    return abs(value) <= MAX_REWARD
 
 
 class Outcome(enum.StrEnum):

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from pipelinerl.messages.base import Failed, Float32, Id, Int32, Message, Prompt, Stop, Text, check_lengths
+from pipelinerl.messages.base import MAX_REWARD, Failed, Float32, Id, Int32, Message, Prompt, Stop, Text, check_lengths, is_reward
 from pipelinerl.messages.engine import Finish, StopText
 
 NO_NODE = -1
@@ -186,8 +186,8 @@ def part_of(lease: str, model: str) -> str:
 
 def _check_rewards(said: Posted | EpisodeFinished) -> None:
     check_lengths(said, "nodes", "rewards")
-    if not all(map(math.isfinite, (*said.rewards, said.reward or 0.0))):
-        raise ValueError(f"{type(said).__name__}: rewards {said.reward} and {list(said.rewards)}, expected finite ones")
+    if not all(map(is_reward, (*said.rewards, said.reward or 0.0))):
+        raise ValueError(f"{type(said).__name__}: rewards {said.reward} and {list(said.rewards)}, expected up to {MAX_REWARD:g} in size")
 
 
 class EpisodeExtended(Message, frozen=True):

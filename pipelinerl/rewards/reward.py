@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import ScorerTask
+from pipelinerl.messages import MAX_REWARD, ScorerTask, is_reward
 from pipelinerl.rewards.arguments import Parameters, WrongReturn, by_turns, parameters_of
 from pipelinerl.rewards.calls import Component
 from pipelinerl.rewards.functions.gym_score import answer_in
@@ -198,8 +198,9 @@ def _number(value: Any, *, returned: Any) -> float:
         number = float(value)
     except OverflowError:
         raise WrongReturn(f"returned {reprlib.repr(returned)}, which no float holds") from None
-    if not math.isfinite(number):
-        raise WrongReturn(f"returned {number}, expected a finite number")
+    if not is_reward(number):
+        wanted = f"a number up to {MAX_REWARD:g} in size" if math.isfinite(number) else "a finite number"
+        raise WrongReturn(f"returned {number}, expected {wanted}")
     return number
 
 

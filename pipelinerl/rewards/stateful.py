@@ -29,7 +29,7 @@ from pipelinerl.data.tokenizer import ChatOptions, Codec, TextEncoder
 from pipelinerl.data.tool_calls import JsonToolCalls, names_of
 from pipelinerl.environments import Said, Step, ToolCall
 from pipelinerl.errors import ConfigError
-from pipelinerl.messages import Observation, ScorerTask
+from pipelinerl.messages import MAX_REWARD, Observation, ScorerTask, is_reward
 from pipelinerl.rewards.arguments import Parameters, WrongReturn, parameters_of
 from pipelinerl.rewards.calls import Component
 from pipelinerl.rewards.interpreter import RemoteClass
@@ -283,8 +283,10 @@ def _read(returned: Any) -> Step:
     if not isinstance(returned, Step):
         raise WrongReturn(f"step returned {reprlib.repr(returned)}, expected (observation, reward, done) or a Step")
     reward = returned.reward
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise WrongReturn(f"step returned the reward {reprlib.repr(reward)}, expected a finite number")
+    if not isinstance(reward, numbers.Real) or not is_reward(reward):
+        is_finite = isinstance(reward, int | float) and math.isfinite(reward)
+        wanted = f"a number up to {MAX_REWARD:g} in size" if is_finite else "a finite number"
+        raise WrongReturn(f"step returned the reward {reprlib.repr(reward)}, expected {wanted}")
     if not isinstance(returned.done, bool | np.bool_):
         raise WrongReturn(f"step returned done = {reprlib.repr(returned.done)}, expected True or False")
     if not isinstance(returned.state, str | None):

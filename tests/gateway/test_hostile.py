@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.gateway import limits
-from tests.gateway.serving import Serving, serving
+from tests.gateway.serving import RUN_TOKEN, Serving, serving
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -81,6 +81,43 @@ def test_a_head_of_any_size_is_not_read(desk: Serving) -> None:
         long.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
         with pytest.raises(OSError, match=r"reset|Broken"):
             long.sendall(b"x" * (64 << 20))
+
+
+@pytest.mark.parametrize("endless", [b"a: bbbbbbbbbb\r\n" * 4096, b"b" * 65536], ids=["many trailers", "one long trailer"])
+def test_trailers_of_any_size_are_not_kept_from_who_has_no_token(desk: Serving, endless: bytes) -> None:
+    with stranger(desk) as long:
+        long.sendall(b"POST /episodes/next HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ")
+        with pytest.raises(OSError, match=r"reset|Broken"):
+            long.sendall(endless * 256)
+
+
+def test_a_body_in_many_small_chunks_is_read(desk: Serving) -> None:
+    with desk.client() as client:
+        lent = desk.lend(client)
+        body = iter([b'{"reward": 1, "a": "', *[b"x"] * 30_000, b'"}'])  # six bytes of framing for each of content
+        answer = client.post(f"{lent['episode_url']}/reward", content=body, headers={"authorization": f"Bearer {lent['token']}"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("route", ["reward", "finish"])
+@pytest.mark.parametrize("reward", ["1e308", "-1e13", "1" + "0" * 400, "true", '"1"', "[1]"])
+def test_a_reward_that_would_spoil_a_step_is_refused_and_the_episode_goes_on(desk: Serving, reward: str, route: str) -> None:
+    with desk.client() as client:
+        lent = desk.lend(client)
+        headers: dict[str, Any] = {"authorization": f"Bearer {lent['token']}"}
+        answer = client.post(f"{lent['episode_url']}/{route}", content=f'{{"reward": {reward}}}', headers=headers)
+        assert answer.status_code == 400
+        assert "expected a number up to 1e+12 in size" in answer.json()["error"]["message"]
+        assert client.post(f"{lent['episode_url']}/reward", json={"reward": -1e12}, headers=headers).json()["reward"] == -1e12
+
+
+def test_a_wait_of_any_length_is_cut_to_the_longest(desk: Serving) -> None:
+    desk.offer()
+    with desk.client() as client:
+        said = client.post(
+            "/episodes/next", content=b'{"timeout_s": 1' + b"0" * 400 + b"}", headers={"authorization": f"Bearer {RUN_TOKEN}"}
+        )
+    assert said.status_code == 200
 
 
 def test_who_never_ends_a_body_is_told_so(desk: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

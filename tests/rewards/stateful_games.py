@@ -47,6 +47,7 @@ class Told:
         special = {
             "nan": ("go on", float("nan"), False),
             "text reward": ("go on", "1", False),
+            "great reward": ("go on", 1e13, False),
             "huge": ("x" * 10_000_000, 0.0, False),
             "number": (7, 0.0, False),
             "two": ("go on", 0.0),

@@ -263,6 +263,7 @@ def test_trl_none_leaves_the_component_out() -> None:
         (math.nan, Shape.OURS, "returned nan, expected a finite number"),
         (-math.inf, Shape.OURS, "returned -inf, expected a finite number"),
         ("1.0", Shape.OURS, "returned '1.0', expected a finite number"),
+        (-1e13, Shape.OURS, "returned -10000000000000.0, expected a number up to 1e+12 in size"),
         ([1.0], Shape.OURS, "returned [1.0], expected a finite number"),
         (np.array([1.0, 2.0]), Shape.OURS, "returned array([1., 2.]), expected a finite number"),
         (1j, Shape.OURS, "returned 1j, expected a finite number"),

@@ -139,6 +139,7 @@ def test_an_episode_that_is_not_here_or_misses_a_turn_is_lost(tokenizer_folder: 
         ("raise", Outcome.ERROR, "Told raised KeyError: 'no such move'"),
         ("nan", Outcome.INVALID, "Told step returned the reward nan, expected a finite number"),
         ("text reward", Outcome.INVALID, "Told step returned the reward '1', expected a finite number"),
+        ("great reward", Outcome.INVALID, "Told step returned the reward 10000000000000.0, expected a number up to 1e+12 in size"),
         ("huge", Outcome.INVALID, "Told step returned an observation of 10,000,000 characters, at most 1,048,576 are allowed"),
         ("number", Outcome.INVALID, "Told step returned the observation 7, expected text, or chat messages with role and content"),
         ("two", Outcome.INVALID, "Told step returned ('go on', 0.0), expected (observation, reward, done) or a Step"),

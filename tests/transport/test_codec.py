@@ -505,3 +505,11 @@ def test_nodes_of_a_row_make_up_its_samples(parents: list[int], lengths: list[in
     nodes = {"type": "Nodes", "parents": column(parents, "<i4"), "lengths": column(lengths, "<i4")}
     with pytest.raises(WireError, match=said):
         Decoder(MicroBatch).decode(rewritten(MICRO_BATCH, nodes=nodes))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e308, -1e13])
+def test_a_gateway_brings_no_reward_that_would_spoil_a_step(reward: float):
+    said: list[dict[str, Any]] = [{"reward": reward}, {"nodes": (1,), "rewards": (reward,)}]
+    for rewards in said:
+        with pytest.raises(ValueError, match=r"expected up to 1e\+12 in size"):
+            EpisodeFinished(lease="a", **rewards)
