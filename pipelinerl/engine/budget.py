@@ -48,6 +48,10 @@ class Budget:
     cache_bytes: int
     on_host: bool
     """The next policy waits in the host's memory."""
+    max_running: int
+    """`engine.max_running`."""
+    num_fit: int
+    """Sequences of a completion and a prompt as long that the cache holds."""
 
     def __str__(self) -> str:
         parts = {
@@ -60,7 +64,14 @@ class Budget:
         }
         where = "; the next policy waits on the host, since beside the weights it would leave too little" if self.on_host else ""
         said = ", ".join(f"{what} {say_bytes(size)}" for what, size in parts.items() if size)
-        return f"of {say_bytes(self.free_bytes)} free on each GPU: {said}{where}"
+        return f"of {say_bytes(self.free_bytes)} free on each GPU: {said}{where}{self._idle_room}"
+
+    @property
+    def _idle_room(self) -> str:
+        if self.num_fit < 2 * self.max_running:
+            return ""
+        held = f"the cache holds {self.num_fit:,} sequences of a completion and a prompt as long"
+        return f"; {held}, of which engine.max_running decodes {self.max_running:,} at once: raise it where the trainer waits for rows"
 
     @property
     def utilization(self) -> float:
@@ -111,7 +122,8 @@ def plan_budget(
     weights = num_parameters * _DTYPE_BYTES[model.dtype] // engine.num_ranks
     margin = int(MARGIN_FRACTION * total_bytes)
     left = free_bytes - weights - pass_bytes - LIBRARY_BYTES - margin
-    wanted = engine.max_running * kv.sequence_bytes(min(kv.context_tokens, 2 * rollout.max_tokens)) + kv.least_bytes
+    sequence = kv.sequence_bytes(min(kv.context_tokens, 2 * rollout.max_tokens))
+    wanted = engine.max_running * sequence + kv.least_bytes
     staged = weights if stages_policies else 0
     enough = engine.kv_cache_bytes or max(kv.least_bytes, min(wanted, int(LEAST_CACHE_FRACTION * left)))
     on_host = left - staged < enough
@@ -125,6 +137,8 @@ def plan_budget(
         pass_bytes=pass_bytes,
         cache_bytes=cache,
         on_host=on_host and stages_policies,
+        max_running=engine.max_running,
+        num_fit=max(0, cache) // sequence,
     )
     if left - staged < max(cache, kv.least_bytes):
         raise ConfigError(_too_little(budget, kv, margin=margin, left=left, engine=engine))

@@ -58,6 +58,17 @@ def test_the_next_policy_has_its_room_before_the_cache_takes_the_rest(tmp_path: 
     assert found.utilization * total + found.staged_bytes <= total, "else vLLM refuses to start where it sees the policy's room taken"
 
 
+def test_a_cache_that_could_hold_twice_as_many_sequences_as_are_decoded_says_so(tmp_path: Path):
+    """43.2 GiB by 2 x 1,024 tokens of 144 KiB."""
+    found = budget(tmp_path, total=80 * GIB)
+    fit = found.cache_bytes // (2 * 1024 * TOKEN)
+    assert fit == found.num_fit == 153
+    assert "holds 153 sequences of a completion and a prompt as long, of which engine.max_running decodes 64 at once: raise it" in str(
+        found
+    )
+    assert "raise it" not in str(budget(tmp_path, total=80 * GIB, max_running=128))
+
+
 def test_what_others_hold_on_the_gpu_is_left_to_them(tmp_path: Path):
     whole, shared = (budget(tmp_path, total=80 * GIB, free=free) for free in (80 * GIB, 70 * GIB))
     assert whole.cache_bytes - shared.cache_bytes == 10 * GIB
