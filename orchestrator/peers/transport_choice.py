@@ -7,6 +7,7 @@ import dataclasses
 from orchestrator.peers.engines import Engines
 from orchestrator.rules.weight_transport import choose_transport, why_unreached
 from pipelinerl.config import Config
+from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
 from pipelinerl.messages import EngineReady, LayoutFixed, TrainerReady
 from pipelinerl.observe.journal import Journal
 
@@ -32,6 +33,7 @@ class TransportChoice:
             address=weights.address,
             device_transports=transports,
             is_colocated=self.config.is_colocated,
+            could_be_sharded=self._could_be_sharded,
         )
         self._trainer = trainer.machine
         self.journal.write("choice", text=reason)
@@ -44,6 +46,11 @@ class TransportChoice:
             shards=shards,
             num_apart=self.config.engine.apart,
         )
+
+    @property
+    def _could_be_sharded(self) -> bool:
+        sharded = self.config.weights.model_copy(update={"transport": "sharded"})
+        return next(sharded_policies_can_be_sent(sharded, self.config.trainer, self.config.engine), None) is None
 
     def why_unreached(self, ready: EngineReady) -> str | None:
         """Say why no policy would reach an engine that joins a run under way; None where they do, or nothing was chosen yet."""

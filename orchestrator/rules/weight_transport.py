@@ -26,13 +26,15 @@ def choose_transport(
     address: str | None,
     device_transports: Collection[str] = (),
     is_colocated: bool = False,
+    could_be_sharded: bool = False,
 ) -> tuple[str, str]:
     """Return the transport, and a sentence that says why. `trainer` and the values of `engines` (by peer) differ only where they share no
     memory.
 
     `device_transports` are those between devices that every process could take. `address` is the trainer's towards others; None stands for
-    the address it uses towards the orchestrator, which the engines reach too. Raises `ConfigError` for a transport that does not reach
-    every engine from the trainer, or, where `is_colocated`, is not its memory.
+    the address it uses towards the orchestrator, which the engines reach too. `could_be_sharded`: the trainer's ranks hold a part each, and
+    could send it from there; the sentence then says so. Raises `ConfigError` for a transport that does not reach every engine from the
+    trainer, or, where `is_colocated`, is not its memory.
     """
     remote = sorted(peer for peer, machine in engines.items() if machine and trainer and machine != trainer)
     apart = f"{len(remote)} of {len(engines)} engines run on another machine than the trainer ({remote[0]})" if remote else ""
@@ -61,6 +63,8 @@ def choose_transport(
     why = "weights.transport says so" if wanted != "auto" else apart or "the engines run on the trainer's machine"
     if wanted == "auto" and transport in BETWEEN_DEVICES:
         why += ", and all have a device"
+    if wanted == "auto" and transport in BY_CALL and could_be_sharded:
+        why += '. A rank of the trainer gathers each; with weights.transport = "sharded" none does, and engine ranks take what they need'
     return transport, f"policies travel by {transport}: {why}"
 
 

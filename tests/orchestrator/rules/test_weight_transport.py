@@ -49,6 +49,15 @@ def test_without_an_address_the_trainer_uses_the_one_that_engines_reach_anyway()
     assert choose_transport("auto", trainer="a", engines=APART, address=None)[0] == "gloo"
 
 
+def test_a_trainer_that_could_send_its_shards_from_where_they_lie_is_told_how():
+    def why(wanted: str, engines: dict[str, str], *, could_be_sharded: bool = True) -> str:
+        return choose_transport(wanted, trainer="a", engines=engines, address=None, could_be_sharded=could_be_sharded)[1]
+
+    assert 'with weights.transport = "sharded" none does' in why("auto", APART)
+    for others in (why("auto", APART, could_be_sharded=False), why("auto", HERE), why("gloo", APART), why("sharded", APART)):
+        assert "gathers" not in others, "who chose, shares memory, or gathers nothing is not told"
+
+
 def test_gloo_on_one_machine_may_use_the_loopback():
     assert choose_transport("gloo", trainer="a", engines=HERE, address="127.0.0.1")[0] == "gloo"
 
