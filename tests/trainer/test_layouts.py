@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
 from torch.distributed.tensor import DTensor
@@ -220,6 +222,24 @@ def test_bfloat16_trains_alike_and_is_exported_in_bfloat16(folders: dict[str, Pa
                 apart = (weight.float() - expected["weights"][name].float()).abs()
                 assert float(apart.max()) < 6e-3, name
                 assert float(apart.mean()) < 6e-4, name
+
+
+def test_matrices_are_cut_as_files_have_them_and_held_in_float32(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Files in bfloat16, trained in float32: what is cut by tensor and by expert ranks first, and made float32 then, is the same."""
+    folder = shutil.copytree(folders["qwen3_moe"], tmp_path / "halves")
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    job = functools.partial(train, folder=folder, method="grpo", num_steps=1)
+    expected = job(Replicas(ranks=1, deadline_s=60))
+    for ranks in run_jobs([(LAYOUTS[name], job) for name in ("shard 2, tensor 2", "shard 2, tensor 2, expert 4")], tmp_path):
+        for rank in ranks:
+            for name, gradient in rank["gradients"].items():
+                whole = expected["gradients"][name]
+                assert gradient.dtype == torch.float32
+                assert float((gradient - whole).norm() / whole.norm()) < 1e-5, f"gradient of {name}"
+            for name, weight in rank["weights"].items():
+                assert torch.allclose(weight, expected["weights"][name], atol=2e-4), f"weight {name}"
+            assert rank["held_bytes"] <= 1.2 * rank["used_bytes"]
 
 
 def test_gradients_held_for_a_step_are_those_reduced_row_by_row_and_cost_one_reduction(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -62,6 +62,17 @@ def peak_of(found: list[int]) -> Iterator[None]:
     found.append(max(peaks) - before)
 
 
+def load(replicas: Replicas, *, folder: Path, tiny: Path) -> list[int]:
+    """Bytes that this rank took at most for reading the model."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    make_model(tiny, replicas=replicas)
+    found: list[int] = []
+    with peak_of(found):
+        make_model(folder, dtype="bfloat16", replicas=replicas)
+    replicas.all_agree(True, what="to end together")
+    return found
+
+
 def load_and_publish(replicas: Replicas, *, folder: Path, tiny: Path, run_folder: Path) -> list[int]:
     """Bytes that this rank took at most for reading the model, and then for publishing it."""
     # What is given back goes back at once: a process of many tests before has its allocator keep blocks of up to 32 MiB.
@@ -98,3 +109,14 @@ def test_two_ranks_hold_half_of_a_model_each_and_a_layer_more_while_it_is_read_a
     for read, published in ranks:
         assert read < whole * 3 / 4
         assert published < whole / LAYERS
+
+
+def test_four_ranks_cut_matrices_before_they_make_float32_of_them(tmp_path: Path) -> None:
+    """A rank that read all of it in float32, to cut it then, would take four times its own quarter."""
+    whole = make_zeros(tmp_path / "model", vocab_size=256, intermediate_size=2048, num_hidden_layers=LAYERS)
+    tiny = make_folder(tmp_path / "tiny", family="qwen3")
+    job = functools.partial(load, folder=tmp_path / "model", tiny=tiny)
+    (ranks,) = run_jobs([(Layout(ranks=4, shard=2, tensor=2), job)], tmp_path)
+    print(f"{whole >> 20} MiB in float32; reading took {[peak >> 20 for (peak,) in ranks]} MiB")
+    for (read,) in ranks:
+        assert read < whole / 2

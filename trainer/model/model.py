@@ -96,8 +96,7 @@ class Model:
         for index in replicas.stages:
             held_dtype = torch.float32 if layout.shard > 1 and not is_frozen else self.dtype
             # As the files have them, whose memory all ranks of a machine share: `spread` makes pieces of another dtype, layer by layer.
-            is_cut_by_layers = layout.shard > 1 and layout.tensor == 1 and layout.expert == 1
-            read_dtype = (dtype_on_disk(folder) if is_cut_by_layers else None) or held_dtype
+            read_dtype = (dtype_on_disk(folder) if layout.shard > 1 else None) or held_dtype
             module = value_model(folder, dtype=read_dtype) if gives_values else language_model(folder, dtype=read_dtype)
             module.requires_grad_(not is_frozen)
             if adapters is not None:

@@ -80,6 +80,7 @@ def samples() -> list[dict[str, np.ndarray]]:
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen2", {}),
     "tied": ("qwen3", {"activation_checkpointing": ActivationCheckpointing.FULL}),
+    "kept in part": ("llama", {"activation_checkpointing": ActivationCheckpointing.SELECTIVE}),
     "experts": ("qwen3_moe", {"replay_routing": True}),
     "adapters": ("llama", {"adapters": Adapters(rank=4, alpha=8, targets=("q_proj", "v_proj"), seed=0)}),
 }
