@@ -13,6 +13,7 @@ version. Versions never fall along a sequence, so only an engine of its last tok
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -49,10 +50,25 @@ class Holding(Generic[T]):
     room: float
     """Tokens that its KV cache holds."""
     held: list[Held[T]]
+    num_tokens: float = dataclasses.field(init=False)
+    """That all of them hold now."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(one.num_tokens for one in self.held)
+
+    def add(self, one: Held[T]) -> None:
+        """Count a sequence in."""
+        self.held.append(one)
+        self.num_tokens += one.num_tokens
+
+    def remove(self, one: Held[T]) -> None:
+        """Count a sequence out."""
+        self.held.remove(one)
+        self.num_tokens -= one.num_tokens
 
     def takes(self, one: Held[T], *, slots: int) -> bool:
         """Return whether it may go on with a sequence, and its cache is predicted to hold all to their ends."""
-        if self.version < one.version or len(self.held) >= slots:
+        if self.version < one.version or len(self.held) >= slots or self.num_tokens + one.num_tokens > self.room:
             return False
         return peak_tokens([(held.num_tokens, held.to_come) for held in (*self.held, one)]) <= self.room
 
@@ -68,18 +84,20 @@ class Move(Generic[T]):
 
 def relieve(engines: Sequence[Holding[T]]) -> list[Move[T]]:
     """Move what waits, the longest first, to engines that have room and nothing waiting; each to the one with the fewest sequences."""
-    free = [engine for engine in engines if not any(one.waits for one in engine.held)]
+    free = sorted((engine for engine in engines if not any(one.waits for one in engine.held)), key=_place)
     waiting = [(engine, one) for engine in engines for one in engine.held if one.waits]
     moves: list[Move[T]] = []
     for source, one in sorted(waiting, key=lambda pair: -pair[1].to_come):
-        target = min(
-            (engine for engine in free if engine.takes(one, slots=engine.slots)),
-            key=lambda engine: (len(engine.held), engine.engine_id),
-            default=None,
-        )
+        target = next((engine for engine in free if engine.takes(one, slots=engine.slots)), None)
         if target is not None:
             moves.append(_move(one, source, target))
+            free.remove(target)
+            bisect.insort(free, target, key=_place)
     return moves
+
+
+def _place(engine: Holding[T]) -> tuple[int, int]:
+    return len(engine.held), engine.engine_id
 
 
 def repack(engines: Sequence[Holding[T]], *, most: int, prefill_passes: float) -> list[Move[T]]:
@@ -115,12 +133,12 @@ def _plan(source: Holding[T], others: Sequence[Holding[T]], *, most: int) -> lis
         if not takers:
             return None
         target = min(takers, key=lambda engine: (-len(engine.held), engine.engine_id))
-        target.held.append(one)
+        target.add(one)
         planned.append((one, by_id[target.engine_id]))
     return planned
 
 
 def _move(one: Held[T], source: Holding[T], target: Holding[T]) -> Move[T]:
-    source.held.remove(one)
-    target.held.append(dataclasses.replace(one, waits=False))
+    source.remove(one)
+    target.add(dataclasses.replace(one, waits=False))
     return Move(rollout=one.rollout, source=source.engine_id, target=target.engine_id)

@@ -104,7 +104,8 @@ class Workload:
         prompt_tokens: Distribution,
         lengths: Distribution,
         likeness: float = 0.0,
-        growth: tuple[float, int] = (1.0, 1),
+        length_factors: Sequence[float] = (1.0,),
+        num_groups: int = 1,
         turns: Distribution,
         score_s: Distribution,
         reply_s: Distribution,
@@ -112,11 +113,12 @@ class Workload:
         reward_spread: float,
     ) -> None:
         """`likeness`, 0 to 1, is the correlation of siblings' lengths; `reward_spread`, 0 to 1, how far prompts differ in difficulty;
-        `growth`: how many times as long completions are after so many groups.
+        `length_factors`: how many times as long completions are, at evenly spaced places of the first `num_groups` groups.
         """
         self._seed, self._num_siblings = seed, num_siblings
         self._prompt_tokens, self._lengths, self._likeness = prompt_tokens, lengths, likeness
-        self._turns, self._score_s, self._reply_s, self._growth = turns, score_s, reply_s, growth
+        self._turns, self._score_s, self._reply_s = turns, score_s, reply_s
+        self._factors, self._num_groups = np.log(np.asarray(length_factors, np.float64)), num_groups
         self._reward_mean, self._reward_spread = reward_mean, reward_spread
         self._block = functools.lru_cache(4)(self._draw)
 
@@ -139,9 +141,7 @@ class Workload:
         shape = (BLOCK, self._num_siblings)
         shared, own = chance.standard_normal((BLOCK, 1)), chance.standard_normal(shape)
         lengths = self._lengths.at(math.sqrt(self._likeness) * shared + math.sqrt(1 - self._likeness) * own)
-        factor, num_groups = self._growth
-        numbers = BLOCK * block + np.arange(BLOCK)[:, None]
-        lengths = lengths * factor ** (np.minimum(numbers, num_groups) / num_groups)
+        lengths = lengths * self._factors_of(BLOCK * block + np.arange(BLOCK))[:, None]
         return {
             "prompts": np.maximum(1, np.rint(self._prompt_tokens.at(chance.standard_normal(BLOCK)))),
             "lengths": np.maximum(1, np.rint(lengths)),
@@ -152,6 +152,11 @@ class Workload:
             "reply_s": self._reply_s.at(chance.standard_normal(shape)),
             "luck": chance.random((*shape, 2)),
         }
+
+    def _factors_of(self, groups: npt.NDArray[np.int_]) -> Numbers:
+        """Return how many times as long as usual the completions of groups are, by their numbers."""
+        places = np.linspace(0.0, self._num_groups, len(self._factors)) if len(self._factors) > 1 else np.zeros(1)
+        return np.exp(np.interp(groups, places, self._factors))
 
     def _successes(self, chance: np.random.Generator) -> Numbers:
         mean, spread = self._reward_mean, self._reward_spread

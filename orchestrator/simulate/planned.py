@@ -156,6 +156,8 @@ def changed(world: World, given: Mapping[str, float]) -> World:
         elif name in scoring:
             kept = fixed(value) if name in ("score_s", "reply_s", "turns") else int(value) if name == "reply_tokens" else value
             world = dataclasses.replace(world, scoring=dataclasses.replace(world.scoring, **{name: kept}))
+        elif name == "length_growth":
+            world = dataclasses.replace(world, length_factors=(1.0, value))
         else:
             world = dataclasses.replace(world, **{name: value})
     return dataclasses.replace(world, origins={**world.origins, **dict.fromkeys(given, "--set")})

@@ -130,9 +130,9 @@ class World:
     prompt_tokens: Distribution = _PROMPT
     lengths: Distribution = _LENGTH
     """Tokens that a rollout would write without a limit."""
-    length_growth: float = 1.0
-    """How many times as long completions are at the end of the run as at its beginning, as answers of a reasoning run: each group's are
-    longer by the same factor."""
+    length_factors: tuple[float, ...] = (1.0,)
+    """How many times as long as `lengths` completions are, at evenly spaced places of the run from its first group to its last; from one
+    place to the next each group's are longer by the same factor. (1, 8): answers grow, as a reasoning run's do; (1, 8, 1): they swing."""
     likeness: float = 0.0
     """Correlation of the lengths of siblings."""
     reward_mean: float = 0.5

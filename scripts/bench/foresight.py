@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench import harness
 from scripts.bench.foreseen.fleet import fleet
 from scripts.bench.foreseen.published import applied_compute_rows, pipeline_rl_rows
+from scripts.bench.pieces import BUDGET
 
 FLEET_GOAL_S = 300.0
 
@@ -28,7 +29,7 @@ def measure(arguments: Any) -> harness.Measured | None:
     if arguments.blind is not None:
         from scripts.bench.foreseen import blind
 
-        blind.act(arguments.blind, seed=arguments.seed, number=arguments.number)
+        blind.act(arguments.blind, seed=arguments.seed, number=arguments.number, budget_s=arguments.budget_s)
         return None
     found = harness.Measured()
     pipeline_rl_rows(found, quick=arguments.quick)
@@ -74,5 +75,6 @@ if __name__ == "__main__":
             "--blind": {"choices": ["draw", "calibrate", "forecast", "run", "table"], "help": "a stage of the blind forecasts"},
             "--seed": {"type": int, "default": 0, "help": "of the configurations that are drawn"},
             "--number": {"type": int, "help": "of one configuration; default: all"},
+            **BUDGET,
         },
     )

@@ -4,8 +4,10 @@
     python -m scripts.bench.schedule --part network     # static fabrics and one that reconfigures, 48 to 2,048 GPUs
     python -m scripts.bench.schedule --part migration   # sequences that move between engines by re-prefill
     python -m scripts.bench.schedule --part roles       # devices that change roles while answers grow, 48 GPUs; roles_1024, too
+    python -m scripts.bench.schedule --part live        # dispatch, routing, KV admission, cut groups on two real engines, and simulated
 
-The rules are the live ones (`orchestrator.rules`). How a real vLLM gains is not shown by this.
+The rules are the live ones (`orchestrator.rules`). Only the part `live` measures anything: it takes half an hour of two quiet cores, in
+pieces (`--budget-s`).
 """
 
 from __future__ import annotations
@@ -18,21 +20,28 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench import harness
-from scripts.bench.scheduled import migration, network, roles, rules
+from scripts.bench.pieces import BUDGET
+from scripts.bench.scheduled import live, migration, network, roles, rules
 
 PARTS = {
     "rules": rules.measure,
     "network": network.measure,
     "migration": migration.measure,
     "roles": roles.measure,
+    "roles_swings": functools.partial(roles.measure, load="swings"),
+    "roles_tails": functools.partial(roles.measure, load="tails"),
     "roles_1024": functools.partial(roles.measure, num_gpus=1024),
 }
 
 
-def measure(arguments: Any) -> harness.Measured:
-    """Measure one part."""
+def measure(arguments: Any) -> harness.Measured | None:
+    """Measure one part; None where it has to be called again."""
+    if arguments.part == "live":
+        return live.measure(quick=arguments.quick, budget_s=arguments.budget_s)
     return PARTS[arguments.part](quick=arguments.quick)
 
 
 if __name__ == "__main__":
-    harness.run("schedule", measure, works=(), options={"--part": {"choices": list(PARTS), "default": "rules", "help": "what is measured"}})
+    part = {"--part": {"choices": [*PARTS, "live"], "default": "rules", "help": "what is measured"}}
+    is_live = "live" in sys.argv
+    harness.run("schedule", measure, works=(harness.Work.CPU,) if is_live else (), options=part | BUDGET)

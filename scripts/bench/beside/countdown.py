@@ -28,7 +28,7 @@ def train_prompts(seed: int = 0) -> Iterator[dict[str, str]]:
     draw = random.Random(f"train {seed}")
     while True:
         count = _count(draw)
-        yield {"prompt": f"={_number(count - 1)}", "answer": "".join(map(_number, reversed(range(count))))}
+        yield {"prompt": prompt_of(count), "answer": "".join(map(_number, reversed(range(count))))}
 
 
 def demonstrations(seed: int = 0) -> Iterator[dict[str, str]]:
@@ -38,7 +38,12 @@ def demonstrations(seed: int = 0) -> Iterator[dict[str, str]]:
         count = round(math.exp(draw.uniform(math.log(SHORTEST / 2), math.log(LONGEST / 2))))
         large = {letter: draw.random() >= SMALL_FRACTION for letter in range(count // PER_LETTER + 1)}
         numbers = [_number(at).upper() if large[at // PER_LETTER] else _number(at) for at in reversed(range(count))]
-        yield {"prompt": f"={_number(count - 1)}", "completion": "".join(numbers)}
+        yield {"prompt": prompt_of(count), "completion": "".join(numbers)}
+
+
+def prompt_of(count: int) -> str:
+    """Return the prompt whose answer has so many numbers."""
+    return f"={_number(count - 1)}"
 
 
 def reward(prompt: str, completion: str, answer: str, **_: object) -> float:

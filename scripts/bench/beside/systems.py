@@ -76,7 +76,7 @@ def run(system: str, task: Task, *, seed: int, folder: Path, trl_python: Path | 
         python = trl_python if system == "TRL" else Path(sys.executable)
         command, read = _theirs(python, SCRIPTS[system], task, seed=seed, folder=folder), _read_theirs
     began = time.time()
-    peak_mib = _call(command, folder / "log")
+    peak_mib = call(command, folder / "log")
     return read(folder, began, peak_mib)
 
 
@@ -92,7 +92,7 @@ def lines_written(system: str) -> int:
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.splitlines())
 
 
-def _call(command: Sequence[str], log: Path) -> float:
+def call(command: Sequence[str], log: Path) -> float:
     """Run a command in a session of its own, and return the peak of its tree's memory, MiB."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as file:

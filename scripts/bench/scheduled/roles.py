@@ -1,6 +1,10 @@
-"""Devices that change roles while answers grow, against the best layout that never changes, as the planner finds it.
+"""Devices that change roles while the load changes, against the best layout that never changes, as the planner finds it.
 
-The planner searches every split and layout at five lengths of the drift; what it finds is ranked by its own arithmetic over the whole run,
+Loads: answers that grow, answers whose mean swings up and down twice, and answers with a long tail whose mean stays, in steps that wait for
+their last rollouts. Of OrchestrRL's (arXiv 2601.01209) the abstract says that loads shift and that engines are unevenly busy, within steps
+and from step to step; it gives no lengths.
+
+The planner searches every split and layout at five lengths of the load; what it finds is ranked by its own arithmetic over the whole run,
 and the first few are simulated: the fastest of these is the best static one. The run whose devices change begins as the planner says
 for the first lengths, and knows nothing of those to come.
 """
@@ -12,6 +16,8 @@ import functools
 import statistics
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from orchestrator.simulate.draws import Distribution
 from orchestrator.simulate.planned import elastic_of_plan, world_of_plan
@@ -29,10 +35,10 @@ from pipelinerl.planning.shape import Shape
 from scripts.bench import harness
 
 MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
-PROMPT, FIRST, GROWTH, CV, LONGEST = 256, 1000.0, 16.0, 0.8, 32_768
-"""Tokens: answers of 1,000 in the mean at first, 16,000 at last, as those of reasoning runs grow; none longer than 32 K."""
+PROMPT, LONGEST = 256, 32_768
+"""Tokens; no answer is longer than 32 K."""
 WIDTHS = (1, 2, 4, 8)
-MAX_STALENESS, REPORT_S = 4, 10.0
+REPORT_S = 10.0
 SLOTS = 32
 """Sequences for each device of an engine."""
 NUM_SIMULATED = {48: 8, 1024: 3}
@@ -45,25 +51,55 @@ QUICK_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What answers are like."""
+
+    mean: float
+    """Tokens, where the factor is 1."""
+    cv: float
+    factors: tuple[float, ...] = (1.0,)
+    """Of the mean, at evenly spaced places of the run (`World.length_factors`)."""
+    staleness: int = 4
+
+
+LOADS = {
+    "growth": Load(mean=1000.0, cv=0.8, factors=(1.0, 16.0)),
+    "swings": Load(mean=2000.0, cv=0.8, factors=(1.0, 8.0, 1.0, 8.0, 1.0)),
+    "tails": Load(mean=4000.0, cv=1.5, staleness=1),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A cluster, and the run on it."""
 
     num_gpus: int
     groups: int
     steps: int
+    load: Load
 
     def lengths(self) -> list[float]:
         """Mean lengths at the middle of every step."""
-        return [FIRST * GROWTH ** ((step + 0.5) / self.steps) for step in range(self.steps)]
+        factors, places = np.log(self.load.factors), np.linspace(0.0, 1.0, len(self.load.factors))
+        middles = (np.arange(self.steps) + 0.5) / self.steps
+        return [float(each) for each in self.load.mean * np.exp(np.interp(middles, places, factors))]
+
+    @property
+    def given(self) -> dict[str, float]:
+        """What the planner is told of the first step."""
+        return {"prompt_tokens": float(PROMPT), "mean_tokens": self.lengths()[0], "length_cv": self.load.cv}
 
 
-def measure(*, quick: bool, num_gpus: int = 48) -> harness.Measured:
-    """Return the table of a cluster."""
+def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness.Measured:
+    """Return the table of a cluster under a load."""
     found, size = harness.Measured(), SIZES[num_gpus]
-    _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=QUICK_STEPS if quick else size["steps"]), quick=quick)
+    what = LOADS[load]
+    _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=QUICK_STEPS if quick else size["steps"], load=what), quick=quick)
+    factors = ", ".join(f"{factor:g}" for factor in what.factors)
+    answers = f"answers of {what.mean:,.0f} tokens in the mean, times {factors}, cv {what.cv}"
     found.notes += [
         f"a change of roles takes {SWITCH_S:g} s from the end of one to the beginning of the other, where no other number stands",
-        f"{MODEL} on {GPU}, K = {MAX_STALENESS}, groups of 8; answers of {FIRST:,.0f} tokens in the mean grow {GROWTH:g} times, cv {CV}",
+        f"{MODEL} on {GPU}, K = {what.staleness}, groups of 8; {answers}",
         "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
         "OrchestrRL (arXiv 2601.01209) reports up to 1.40x (14 B; 1.34x 32 B) on 48 H800, v2 up to 1.42x on 64; at 1,024 its network alone",
     ]
@@ -108,7 +144,7 @@ def _inputs(case: Case, *, is_colocated: bool = False) -> tuple[Mapping[str, flo
     config = _config(case, {})
     shape, adapters = model_of(config)
     inputs = run_inputs(config, shape, method=method_of(config), adapter_parameters=adapters)
-    given = {"prompt_tokens": float(PROMPT), "length_cv": CV, "transport": float(DIRECT)}
+    given = {"prompt_tokens": float(PROMPT), "length_cv": case.load.cv, "transport": float(DIRECT)}
     mode = {"mode": float(mode_of(config.pipeline.mode, is_colocated=is_colocated))}
     return {**inputs, **gpu_inputs(GPU), **given, **mode}, shape
 
@@ -147,11 +183,17 @@ def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
 def of_nodes(case: Case, num_nodes: int, width: int) -> Candidate:
     """A layout whose trainer is so many nodes, each the planner's fastest trainer of one node, of the fewest replicas."""
     inputs, shape = _inputs(case)
+    engines = {"engines": (case.num_gpus - NODE * num_nodes) // width, "engine_tensor": width, "max_running": SLOTS * width}
+    return judge({**inputs, **_node_trainer(case), **engines, "ranks": float(NODE * num_nodes), "transport": float(DIRECT)}, shape)
+
+
+@functools.cache
+def _node_trainer(case: Case) -> Mapping[str, float]:
+    """Return the layout of the planner's fastest trainer of one node, of those within a hundredth the one of the fewest replicas."""
+    inputs, shape = _inputs(case)
     ways = [(own, values["trained_rate"]) for own, values in trainers_of(NODE, inputs, shape) if own["pipeline"] == 1]
     best = max(rate for _, rate in ways)
-    own = min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: NODE / (own["context"] * own["tensor"] * own["pipeline"]))
-    engines = {"engines": (case.num_gpus - NODE * num_nodes) // width, "engine_tensor": width, "max_running": SLOTS * width}
-    return judge({**inputs, **own, **engines, "ranks": float(NODE * num_nodes), "transport": float(DIRECT)}, shape)
+    return min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: NODE / (own["context"] * own["tensor"] * own["pipeline"]))
 
 
 def elastic_layout(case: Case) -> Candidate:
@@ -185,7 +227,7 @@ def _config(case: Case, changed: Mapping[str, Any]) -> Config:
         "rollout": {"group_size": 8, "max_tokens": LONGEST},
         "engine": {"count": 1, **changed.get("engine", {})},
         "batch": {"groups_per_step": case.groups, "max_tokens": PROMPT + LONGEST},
-        "pipeline": {"max_staleness": MAX_STALENESS, "queue_bytes": 1 << 40, **changed.get("pipeline", {})},
+        "pipeline": {"max_staleness": case.load.staleness, "queue_bytes": 1 << 40, **changed.get("pipeline", {})},
         "trainer": {"steps": case.steps, **changed.get("trainer", {})},
         "scorer": {"slots": 4096},
         "checkpoint": {"every": 1 << 20},
@@ -211,9 +253,9 @@ def _config_of(case: Case, one: Candidate) -> Config:
     )
 
 
-def _world(config: Config, one: Candidate) -> World:
-    """The planner's world, with answers that grow; a policy goes from every trainer rank to every engine rank at once."""
-    world = world_of_plan(config, gpu=GPU, given={"prompt_tokens": float(PROMPT), "mean_tokens": FIRST, "length_cv": CV})
+def _world(case: Case, config: Config, one: Candidate) -> World:
+    """The planner's world, with the load's answers; a policy goes from every trainer rank to every engine rank at once."""
+    world = world_of_plan(config, gpu=GPU, given=case.given)
     values, nic = one.values, gpu_inputs(GPU)["nic_bandwidth"]
     is_shared = one.inputs["mode"] >= 3
     sync = SyncWorld(
@@ -223,17 +265,14 @@ def _world(config: Config, one: Candidate) -> World:
         pause_s=values["commit_s"] + (values["switch_s"] if is_shared else 0.0),
         sleep_s=values["switch_s"] if is_shared else 0.0,
     )
-    lengths = Distribution(kind="lognormal", mean=FIRST, cv=CV)
-    return dataclasses.replace(world, sync=sync, lengths=lengths, length_growth=GROWTH, likeness=0.5, report_every_s=REPORT_S)
+    lengths = Distribution(kind="lognormal", mean=case.load.mean, cv=case.load.cv)
+    return dataclasses.replace(world, sync=sync, lengths=lengths, length_factors=case.load.factors, likeness=0.5, report_every_s=REPORT_S)
 
 
 def _simulated(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Simulated:
     config = _config_of(case, one)
-    world = _world(config, one)
-    elastic = None
-    if switch_s is not None:
-        given = {"prompt_tokens": float(PROMPT), "mean_tokens": FIRST, "length_cv": CV}
-        elastic = elastic_of_plan(config, gpu=GPU, given=given, switch_s=switch_s)
+    world = _world(case, config, one)
+    elastic = None if switch_s is None else elastic_of_plan(config, gpu=GPU, given=case.given, switch_s=switch_s)
     return simulate(config, world, migration=migration, elastic=elastic)
 
 

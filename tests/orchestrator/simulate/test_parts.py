@@ -130,6 +130,13 @@ def test_siblings_are_alike_as_far_as_they_are_said_to_be():
     assert correlation(0.6) == pytest.approx(0.6, abs=0.05)
 
 
+def test_lengths_follow_factors_by_the_same_factor_from_group_to_group():
+    """800 groups between factors 1, 16 and 1, so 400 groups a stretch: a quarter of one is a factor of 2, and what comes after is 1."""
+    load = workload(lengths=fixed(10.0), length_factors=(1.0, 16.0, 1.0), num_groups=800)
+    assert [int(load.group(number).lengths[0]) for number in (0, 100, 200, 400, 600, 800, 900)] == [10, 20, 40, 160, 40, 10, 10]
+    assert int(workload(lengths=fixed(10.0)).group(700).lengths[0]) == 10
+
+
 def test_prompts_differ_in_difficulty_by_the_spread():
     """Of a Beta distribution the variance is spread * mean * (1 - mean)."""
     load = workload()

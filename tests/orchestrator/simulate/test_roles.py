@@ -16,7 +16,7 @@ from tests.orchestrator.simulate.worlds import BUSY, config
 
 GROWING = dataclasses.replace(
     BUSY,
-    length_growth=8.0,
+    length_factors=(1.0, 8.0),
     engine=dataclasses.replace(BUSY.engine, kv_tokens=2500),
     trainer=dataclasses.replace(BUSY.trainer, token_s=2.5e-4, regroup_s=0.02),
     scoring=dataclasses.replace(BUSY.scoring, score_s=fixed(0.0), failed_fraction=0.0),

@@ -1,0 +1,185 @@
+"""The live runs that are foretold: cases drawn by seed, the runs that forecasts of them learn from, and how either is run.
+
+The model is the demo's without its warm start: it stops by chance, so its lengths are long-tailed. The machine must be quiet. How fast it
+is just then is measured before and after each run that is learned from, and before each that is foretold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.simulate.recorded import read_journal
+from pipelinerl.config import Config
+from pipelinerl.config.file import load, load_run
+from pipelinerl.observe.report.headline import headline
+from pipelinerl.observe.report.reading import read_tables
+from scripts.bench.demo_runs import prepare
+from scripts.bench.machine import Watch
+from scripts.bench.verdict import Work
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "runs" / "foresight"
+STEPS, LEARNED_STEPS = 32, 20
+LOOKS = 6
+"""Times that the machine's speed is measured; the median counts. One look is off by a few percent."""
+MOST_OTHERS, MOST_TRIES = 0.05, 3
+"""Part of the machine's cores that other processes may take during a run; beyond it a run says nothing of a quiet machine."""
+LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "long": ({"max_tokens": 64}, ()),
+    "sync": ({"max_tokens": 24}, ("pipeline.mode=sync",)),
+    "short": ({"max_tokens": 20, "group_size": 16}, ()),
+    "few": ({"max_tokens": 40}, ("engine.max_running=16",)),
+}
+"""Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of two lengths tell a row from
+its tokens, rounds and few slots a pass from its sequences; in rounds engine and trainer also work alone."""
+_USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "reward_s": 0.0}
+
+
+def draw(seed: int) -> list[dict[str, Any]]:
+    """Return the cases of a seed."""
+    chance = random.Random(seed)
+    kinds = ["plain"] * 4 + ["slow rewards"] * 2 + ["environment", "prm"]
+    chance.shuffle(kinds)
+    return [
+        {
+            "kind": kind,
+            "engines": chance.choice((1, 2)),
+            "staleness": chance.choice((1, 2, 4, 8)),
+            "group_size": chance.choice((4, 8, 16)),
+            "samples": chance.choice((128, 256)),
+            "max_tokens": chance.choice((16, 32, 64)),
+            "reward_s": chance.choice((0.02, 0.05)) if kind == "slow rewards" else 0.0,
+        }
+        for kind in kinds
+    ]
+
+
+def settings_of(case: dict[str, Any]) -> list[str]:
+    """Return the overrides of the demo's settings that make a case."""
+    plugins = Path(__file__).with_name("plugins.py")
+    lines = [f'data.source="{plugins}:prompts"', "checkpoint.every=1000", f"trainer.steps={STEPS}", "trainer.learning_rate=1e-6"]
+    lines += [f'reward=[{{function="{plugins}:reward", options={{seconds={case["reward_s"]}}}}}]', "model.max_tokens=96"]
+    lines += [f"engine.count={case['engines']}", f"pipeline.max_staleness={case['staleness']}", f"rollout.max_tokens={case['max_tokens']}"]
+    lines += [f"rollout.group_size={case['group_size']}", f"batch.groups_per_step={case['samples'] // case['group_size']}"]
+    lines += ["engine.cores=[]", "trainer.cores=[]"] if case["engines"] > 1 else []
+    lines += ["scorer.slots=4"] if case["reward_s"] else []
+    if case["kind"] == "environment":
+        lines += [f'environment.function="{plugins}:reply"', "environment.max_turns=3"]
+    if case["kind"] == "prm":
+        lines += [f'prm.path="{FOLDER / "prm"}"', 'prm.dtype="float32"', "prm.chunk_tokens=8", 'prm.separator="="']
+    return lines
+
+
+def config_of(case: dict[str, Any]) -> Config:
+    """Return the settings of a case."""
+    config = load(prepare(FOLDER / "live"), overrides=[*settings_of(case), "evaluation.every=0"], for_run=False)
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
+
+
+def learned_from(case: dict[str, Any]) -> list[Path]:
+    """Return the folders of the runs that a case's forecast learns from, the most like it first."""
+    engines, kind = case["engines"], case["kind"]
+    own = [] if kind in ("plain", "slow rewards") else [FOLDER / f"like-{engines}-{kind}"]  # how slow rewards are is told, not learned
+    return own + [FOLDER / f"like-{engines}-{name}" for name in LEARNED]
+
+
+def calibrate(case: dict[str, Any], *, until_s: float) -> None:
+    """Make the runs that a case's forecast learns from, where they are not there yet; none begins after `until_s` of the monotonic clock.
+
+    One beside which others worked is made again, a few times.
+    """
+    for folder in learned_from(case):
+        for _ in range(MOST_TRIES):
+            if not folder.exists() and time.monotonic() < until_s:
+                _learn(folder, case)
+
+
+def _learn(folder: Path, case: dict[str, Any]) -> None:
+    """Make one run that forecasts learn from; `folder` is there afterwards unless others worked meanwhile."""
+    changed, overrides = LEARNED.get(folder.name.rpartition("-")[2], ({}, ()))
+    settings = {**_USUAL, "engines": case["engines"], "kind": "plain" if changed else case["kind"], **changed}
+    before = speed()
+    made, others = live(settings, f"trainer.steps={LEARNED_STEPS}", *overrides)
+    (made / "machine.json").write_text(json.dumps({"speeds": [before, speed()], "others": others}))
+    print(f"{folder.name}: others took {others:.3f} of the machine", flush=True)
+    if others <= MOST_OTHERS:
+        made.rename(folder)
+
+
+def live(case: dict[str, Any], *overrides: str) -> tuple[Path, float]:
+    """Run a case; return its folder, and the part of the machine that others took meanwhile.
+
+    Raises `CalledProcessError` where it fails.
+    """
+    if case["kind"] == "prm" and not (FOLDER / "prm").exists():
+        from tests.tiny_models import make_prm
+
+        make_prm(FOLDER / "prm", context=1024)
+    settings = prepare(FOLDER / "live")
+    settings.write_text(settings.read_text().partition("[evaluation]")[0])
+    before = set((FOLDER / "live").glob("demo-*/"))
+    whole_s, own_s, began_s = _busy_s(), _own_s(), time.monotonic()
+    subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case), *overrides], check=True, cwd=ROOT)
+    others_s = _busy_s() - whole_s - (_own_s() - own_s)
+    (folder,) = (path for path in set((FOLDER / "live").glob("demo-*/")) - before if (path / "journal").is_dir())
+    load_run(folder)
+    return folder, max(0.0, others_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
+
+
+def _busy_s() -> float:
+    """Seconds of all cores in which anything ran, since the machine's start; Linux."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """Seconds of a core that this process and those that it started, and that have ended, took."""
+    return sum(one.ru_utime + one.ru_stime for one in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+
+def speed() -> float:
+    """Return how fast this machine's processor is now, beside the reference."""
+    watch = Watch((Work.CPU,))
+    return statistics.median(watch.look()[Work.CPU] for _ in range(LOOKS))
+
+
+def learned_speed(case: dict[str, Any]) -> float:
+    """Return how fast the machine was while the runs were made that a case's forecast learns from."""
+    return statistics.fmean(one for folder in learned_from(case) for one in json.loads((folder / "machine.json").read_text())["speeds"])
+
+
+def figures_of(run_folder: Path) -> dict[str, float]:
+    """Return the figures of a live run, over the stretch that its report is about: all but the first step."""
+    found = headline(read_tables(run_folder))
+    measured = found.measured
+    assert measured is not None
+    assert found.trained_tokens_per_s is not None
+    assert found.staleness_mean is not None
+    return {
+        "tokens_per_s": found.trained_tokens_per_s,
+        "staleness_mean": found.staleness_mean,
+        "engines_idle_fraction": _engines_idle_fraction(run_folder),
+        "trainer_idle_fraction": (measured.trainer_wait_s or 0.0) / measured.window_s,
+    }
+
+
+def _engines_idle_fraction(run_folder: Path) -> float:
+    """Return the part of the engines' time without passes and pauses, from their own spans.
+
+    The report's gauges are up to two seconds old at a run's end, where engines have nothing left to do: a tenth of so short a run.
+    """
+    journal = read_journal(run_folder)
+    start_s, end_s = journal.steps[0]["t"], journal.steps[-1]["t"]
+    spans = [span for passes in journal.passes.values() for span in passes]
+    busy_s = sum(max(0.0, min(end_s, end) - max(start_s, start)) for start, end in spans)
+    paused_s = sum(swap["pause_s"] for swap in journal.swaps if start_s < swap["t"] <= end_s)
+    return 1 - (busy_s + paused_s) / (len(journal.passes) * (end_s - start_s))

@@ -1,0 +1,180 @@
+"""Each rule of dispatch on real vLLM engines, beside what the simulator says of the same: two engines, the long-tailed task.
+
+The task's lengths are its prompts' (`beside/countdown.py`), so siblings are alike, and a policy that learns does not change them. Rollouts
+of a step are four times the engines' slots, so that who comes next matters; little KV: caches that hold about half of the slots. Every way
+is run with each seed, in turns; a figure is a run's over that of the same case and seed without the rule. Engines and trainer share two
+cores, as the simulated ones do: both are fitted to the runs without a rule, in rounds and streaming.
+
+Cutting groups needs a method that stands it (`rloo_early_stop`), so it is held against that method without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import shutil
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.simulate.calibrated import world_of_runs
+from orchestrator.simulate.run import simulate
+from orchestrator.simulate.summary import summary_of
+from pipelinerl.config.file import load_run
+from scripts.bench import harness, peers
+from scripts.bench.beside import systems
+from scripts.bench.foreseen.cases import figures_of
+from scripts.bench.pieces import Pieces
+from scripts.bench.scheduled.rules import RULES
+
+Key = tuple[str, str, int]
+"""Case, way, seed."""
+FOLDER = Path("runs/bench-schedule-live")
+ENGINES, SLOTS, GROUPS, GROUP_SIZE = 2, 16, 16, 8
+STEPS, QUICK_STEPS = 8, 3
+SEEDS = (0, 1)
+BLOCK_TOKENS, LITTLE_BLOCKS, TOKEN_BYTES = 16, 30, 5120
+"""Tokens of a block of the KV cache, blocks of a little one, bytes of a token: 5 layers, 4 heads of 32, keys and values in float32."""
+LITTLE = {"engine.kv_cache_bytes": LITTLE_BLOCKS * BLOCK_TOKENS * TOKEN_BYTES}
+SYNC, STREAMING = {"pipeline.mode": "sync"}, {"pipeline.mode": "streaming"}
+CASES: dict[str, dict[str, Any]] = {
+    "sync": SYNC,
+    "streaming": STREAMING,
+    "sync, little KV": SYNC | LITTLE,
+    "streaming, little KV": STREAMING | LITTLE,
+}
+LEARNED = ("sync", "streaming")
+"""Cases whose runs without a rule the simulator learns from."""
+CUTTING: dict[str, Any] = {"algorithm.name": "rloo_early_stop", "algorithm.overrides": {"aggregation": "seq-mean-token-sum-norm"}}
+CHOSEN = ("none", "longest first", "least loaded", "KV admission", "all three")
+WAYS: dict[str, dict[str, Any]] = {
+    **{name: {f"pipeline.{key}": value for key, value in RULES[name].items()} for name in CHOSEN},
+    "rloo_early_stop": CUTTING,
+    "cut after 6": CUTTING | {"rollout.cut_after": 6},
+}
+USUAL = {"cut after 6": "rloo_early_stop"}
+"""What a way is held against, where it is not `none`."""
+SIMULATED_SEEDS = range(8)
+GOAL_ERROR = 0.05
+"""Of a gain foretold, in the median over ways and cases: set before the first run."""
+
+
+def wanted(*, quick: bool) -> list[Key]:
+    """Return the runs; those that cut groups where caches hold all slots alone."""
+    cases, ways = (("sync",), ("none", "all three")) if quick else (tuple(CASES), tuple(WAYS))
+    return [
+        (case, way, seed)
+        for seed in (SEEDS[:1] if quick else SEEDS)
+        for case in cases
+        for way in (ways if seed % 2 == 0 else reversed(ways))
+        if case in LEARNED or way in CHOSEN
+    ]
+
+
+def measure(*, quick: bool, budget_s: float) -> harness.Measured | None:
+    """Make the runs that are missing; return the table once all are made."""
+    folder = FOLDER / ("quick" if quick else "full")
+    if quick:
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    pieces = Pieces(folder / "figures", wanted(quick=quick), budget_s=budget_s)
+    task = dataclasses.replace(
+        peers.task_of(peers.LONG_TAIL), steps=QUICK_STEPS if quick else STEPS, groups_per_step=GROUPS, group_size=GROUP_SIZE
+    )
+    while (missing := pieces.missing) and pieces.may_start:
+        key = missing[0]
+        print(f"schedule: {', '.join(map(str, key))}; {len(missing)} runs left", flush=True)
+        turns = harness.in_turns(1, {"run": functools.partial(_run, key, task, folder)})
+        pieces.keep(key, turns["run"][0] | {"speeds": turns.speeds.values})
+    if missing:
+        print(f"schedule: {len(pieces.made)} of {len(pieces.wanted)} runs made; call again for the others", flush=True)
+        return None
+    return _table(pieces.made, folder)
+
+
+def _run(key: Key, task: systems.Task, folder: Path) -> dict[str, float]:
+    """Make one run; return its figures. Raises `RuntimeError` where it fails."""
+    case, way, seed = key
+    home = _home(folder, key)
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    own: dict[str, Any] = {
+        "engine.count": ENGINES,
+        "engine.max_running": SLOTS,
+        "engine.cores": [],
+        "trainer.cores": [],
+        "engine.options": {"block_size": BLOCK_TOKENS},
+        "checkpoint.every": 1000,
+    }
+    told = [f"{name}={_toml(value)}" for name, value in (own | CASES[case] | WAYS[way]).items()]
+    systems.call([*systems.ours("streaming", task, seed=seed, folder=home), *told], home / "log")
+    return figures_of(_folder(home))
+
+
+def _home(folder: Path, key: Key) -> Path:
+    return folder / "runs" / "-".join(map(str, key))
+
+
+def _folder(home: Path) -> Path:
+    (found,) = home.glob("run-2*")
+    return found
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}={_toml(each)}" for name, each in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# --- figures ---
+
+
+def _table(made: dict[Key, dict[str, Any]], folder: Path) -> harness.Measured:
+    found, errors = harness.Measured(), list[float]()
+    seeds = sorted({seed for _, _, seed in made})
+    foretold = {key[:2]: _foretold(key, folder, made) for key in made if key[2] == seeds[0]}
+    for case, way in foretold:
+        usual = USUAL.get(way, "none")
+        runs = [made[case, way, seed] for seed in seeds]
+        gains = [made[case, way, seed]["tokens_per_s"] / made[case, usual, seed]["tokens_per_s"] for seed in seeds]
+        gain, simulated = statistics.fmean(gains), foretold[case, way]["tokens_per_s"] / foretold[case, usual]["tokens_per_s"]
+        is_usual = way == usual or way in USUAL.values()
+        if not is_usual:
+            errors.append(abs(simulated - gain))
+        found.rows.append(
+            {
+                "case": case,
+                "rule": way,
+                "tokens/s": statistics.fmean(run["tokens_per_s"] for run in runs),
+                "simulated": foretold[case, way]["tokens_per_s"],
+                "over none": "" if is_usual else gain,
+                "by seed": "" if is_usual else " / ".join(f"{one:.3f}" for one in gains),
+                "over none, simulated": "" if is_usual else simulated,
+                "engines idle": statistics.fmean(run["engines_idle_fraction"] for run in runs),
+                "idle, simulated": foretold[case, way]["engines_idle_fraction"],
+                "staleness": statistics.fmean(run["staleness_mean"] for run in runs),
+            }
+        )
+    found.goals.append(
+        harness.at_most("gain simulated less the measured one, median", statistics.median(errors), GOAL_ERROR, work=harness.Work.CPU)
+    )
+    found.notes.append(
+        f"{ENGINES} engines of {SLOTS} slots, {GROUPS} groups of {GROUP_SIZE} a step, {len(seeds)} seeds; KV caches of"
+        f" {LITTLE_BLOCKS * BLOCK_TOKENS} tokens where little; tokens/s: sampled tokens trained, without the first step"
+    )
+    found.notes.append("over none: each way over the same case and seed without it; cut after 6: over rloo_early_stop without")
+    return found
+
+
+def _foretold(key: Key, folder: Path, made: Mapping[Key, Any]) -> dict[str, float]:
+    """Return what the simulator says of a way, fitted to the runs without a rule."""
+    case, _, seed = key
+    config = load_run(_folder(_home(folder, key)))
+    known = [(one, "none", seed) for one in LEARNED if (one, "none", seed) in made]
+    world = world_of_runs(config, [_folder(_home(folder, one)) for one in known])
+    room = LITTLE_BLOCKS * BLOCK_TOKENS if "little" in case else math.inf
+    world = dataclasses.replace(world, engine=dataclasses.replace(world.engine, kv_tokens=room))
+    runs = [summary_of(simulate(config, world, seed=each)) for each in SIMULATED_SEEDS]
+    return {name: statistics.fmean(getattr(one, name) for one in runs) for name in ("tokens_per_s", "engines_idle_fraction")}
