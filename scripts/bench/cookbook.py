@@ -25,6 +25,8 @@ from scripts.bench import harness
 from scripts.bench.recipes import environment
 
 FOLDER = Path("runs/bench-cookbook")
+PARTS = {"toy": ["sl_loop", "rl_loop", "dpo", "distillation"], "pretrained": ["math_rl"], "demo": ["async_rl"]}
+"""The model that a server serves -> the recipes that are run against it, one after another."""
 FIGURES = {
     "sl_loop": ("train_mean_nll", 1, 0.3, "at most this part of its start"),
     "rl_loop": ("reward/total", 3, 0.3, "at least so much more"),
@@ -42,14 +44,13 @@ def measure(arguments: Any) -> harness.Measured:
     folder = FOLDER / ("quick" if arguments.quick else "full")
     if arguments.again or arguments.quick:
         shutil.rmtree(folder, ignore_errors=True)
-    runs = [("toy", ["sl_loop", "rl_loop"] if arguments.quick else ["sl_loop", "rl_loop", "dpo", "distillation"])]
-    if not arguments.quick:
-        subprocess.run([sys.executable, "examples/make_smollm2.py"], check=True)
-        runs += [("pretrained", ["math_rl"]), ("demo", ["async_rl"])]
+    parts = {"toy": PARTS["toy"][:2]} if arguments.quick else PARTS if arguments.part is None else {arguments.part: PARTS[arguments.part]}
     rows, goals = [], []
-    for name, recipes in runs:
+    for name, recipes in parts.items():
         if not (found_at := folder / name / "found.json").exists():
             shutil.rmtree(folder / name, ignore_errors=True)
+            if name == "pretrained":
+                subprocess.run([sys.executable, "examples/make_smollm2.py"], check=True)
             subprocess.run([sys.executable, "-m", "scripts.bench.recipes", str(folder / name), *recipes], check=True)
         for recipe, found in json.loads(found_at.read_text()).items():
             row, goal = _judged(recipe, found)
@@ -74,5 +75,6 @@ def _judged(recipe: str, found: dict[str, Any]) -> tuple[harness.Row, harness.Go
 
 
 if __name__ == "__main__":
-    again = {"--again": {"action": "store_true", "help": "make both runs again"}}
-    harness.run("cookbook", measure, works=(), options=again)
+    again = {"--again": {"action": "store_true", "help": "make all runs again"}}
+    part = {"--part": {"choices": list(PARTS), "help": "the recipes of one model alone"}}
+    harness.run("cookbook", measure, works=(), options={**again, **part})

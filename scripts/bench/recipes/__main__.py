@@ -57,12 +57,13 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "async_rl": (
         "",  # asynchronous.py beside this file, on the cookbook's own loop
         (
-            "max_steps=120",
+            "max_steps=150",
             "groups_per_batch=32",
             "group_size=8",
-            "learning_rate=0.0003",
-            "max_steps_off_policy=3",
+            "learning_rate=0.0001",
+            "max_steps_off_policy=1",
             "loss_fn=ppo",
+            "seed=0",
         ),
     ),
     "distillation": (

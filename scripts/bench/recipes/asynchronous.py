@@ -54,8 +54,8 @@ class Group(EnvGroupBuilder):
 class Rows(RLDataset):
     """The rows of the demo, in batches."""
 
-    def __init__(self, num: int, *, num_groups: int, size: int, tokenizer: Any) -> None:
-        rows = train_prompts(seed=0)
+    def __init__(self, num: int, *, num_groups: int, size: int, seed: int, tokenizer: Any) -> None:
+        rows = train_prompts(seed=seed)
         self.batches = [[Group(next(rows), size, tokenizer) for _ in range(num_groups)] for _ in range(num)]
 
     def get_batch(self, index: int) -> list[Group]:
@@ -77,10 +77,12 @@ class Task(RLDatasetBuilder):
     learning_rate: float
     max_steps_off_policy: int
     loss_fn: str
+    seed: int = 0
 
     async def __call__(self) -> tuple[Rows, None]:
         tokenizer = get_tokenizer(self.model_name)
-        return Rows(self.max_steps + 8, num_groups=self.groups_per_batch, size=self.group_size, tokenizer=tokenizer), None
+        size, num = self.group_size, self.max_steps + 8
+        return Rows(num, num_groups=self.groups_per_batch, size=size, seed=self.seed, tokenizer=tokenizer), None
 
 
 def said(token_ids: list[int], tokenizer: Any) -> str:
