@@ -26,7 +26,7 @@ def look_at_places(config: Config, *, otherwise: Level) -> Iterator[Finding]:
         try:
             attempt()
         except ConfigError as error:
-            yield Finding(otherwise, "", str(error), None)
+            yield Finding(otherwise, "", str(error))
     folder = doctor.existing(config.run.folder)
     if not folder.is_dir():
         yield Finding(Level.FAIL, "run.folder", f"{config.run.folder}: {folder} is a file", "name a folder, with run.folder=...")
