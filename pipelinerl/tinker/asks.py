@@ -10,6 +10,10 @@ from pipelinerl.gateway.refusal import wrong
 
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Words = Annotated[str, msgspec.Meta(max_length=4096)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+"""A sequence's own seed is this and its number; what 64 bits do not hold cannot be sent to an engine."""
+Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Positive = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Metadata = dict[str, Any]
 MAX_SAMPLES, MAX_STOPS = 1024, 64
 
@@ -29,7 +33,7 @@ class OfSession(Ask, frozen=True):
 
 class Lora(Ask, frozen=True):
     rank: int
-    seed: int | None = None
+    seed: Seed | None = None
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
@@ -52,11 +56,11 @@ class OfModel(Ask, frozen=True):
 
 
 class AdamParams(Ask, frozen=True):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
+    learning_rate: Positive = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-12
+    weight_decay: Positive = 0.0
     grad_clip_norm: float = 0.0
 
 
@@ -108,10 +112,10 @@ class Prompt(Ask, frozen=True):
 
 class SamplingParams(Ask, frozen=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: Words | Annotated[list[Words | int], msgspec.Meta(max_length=MAX_STOPS)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    top_k: int = -1
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 

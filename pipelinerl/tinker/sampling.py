@@ -76,7 +76,7 @@ class Sampled:
         stop = [params.stop] if isinstance(params.stop, str) else params.stop
         ids = tuple(one for one in stop or () if isinstance(one, int))
         texts = tuple(one for one in stop or () if isinstance(one, str))
-        if any(one < 0 for one in ids) or "" in texts:
+        if any(not 0 <= one < 1 << 31 for one in ids) or "" in texts:
             raise wrong(f"stop is {params.stop!r}, expected texts, none empty, or token ids", param="stop")
         return Sampling(
             max_tokens=max_tokens,

@@ -22,6 +22,7 @@ take a model's room on the disk each."""
 SCHEME = "tinker://"
 TRAINING, SAMPLING = "weights", "sampler_weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODEL = re.compile(r"[A-Za-z0-9:_-]{1,200}")
 _PATH = re.compile(
     r"tinker://(?P<model>[A-Za-z0-9:_-]{1,200})/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
 )
@@ -165,6 +166,8 @@ class Sessions:
     def saved(self, model_id: str) -> list[str]:
         """Return the paths of what was saved of a model."""
         found = []
+        if not _MODEL.fullmatch(model_id):
+            return found
         for kind in (TRAINING, SAMPLING):
             folder = self._folder / model_id.replace(":", "_") / kind
             names = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []

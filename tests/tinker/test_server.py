@@ -223,6 +223,41 @@ def test_errors_say_whose_they_are(tmp_path: Path):
     run(test, tmp_path)
 
 
+@pytest.mark.parametrize("params", [{"seed": 10**30}, {"seed": -(1 << 63)}, {"top_k": 1 << 31}, {"top_k": -5}, {"stop": [1 << 31]}])
+def test_what_no_engine_can_be_sent_is_refused_by_name(tmp_path: Path, params: dict[str, Any]):
+    async def test(client: Client) -> None:
+        session = (await client.post("create_session")).json()["session_id"]
+        about = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "my-model"}
+        sampler = (await client.post("create_sampling_session", **about)).json()["sampling_session_id"]
+        ask = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_session_id": sampler, "seq_id": 0}
+        refused = await client.post("asample", **ask, sampling_params=params)
+        assert refused.status_code == 400
+        assert next(iter(params)) in refused.json()["error"]
+        assert not client.backend.sampled
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize("params", [{"learning_rate": -1.0}, {"learning_rate": 1e308}, {"beta1": 1.0}, {"beta2": -0.1}, {"eps": -1.0}])
+def test_a_step_that_would_spoil_a_model_is_refused_by_name(tmp_path: Path, params: dict[str, float]):
+    async def test(client: Client) -> None:
+        refused = await client.post("optim_step", model_id=await client.model(), seq_id=4, adam_params=params)
+        assert refused.status_code == 400
+        assert next(iter(params)) in refused.json()["error"]
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 600, "%2e%2e", "*", "a%00b"])
+def test_the_checkpoints_of_what_is_no_model_are_none(tmp_path: Path, name: str):
+    async def test(client: Client) -> None:
+        found = await client.http.get(f"/api/v1/training_runs/{name}/checkpoints")
+        assert (found.status_code, found.json()) == (200, {"checkpoints": []})
+
+    (tmp_path / "saved").mkdir()
+    run(test, tmp_path)
+
+
 def test_what_is_sampled_has_names_by_which_it_is_known_again(tmp_path: Path):
     async def test(client: Client) -> None:
         model = await client.model()
