@@ -13,13 +13,14 @@ from orchestrator.data.encoder import encoder_of
 from orchestrator.data.sources import prompts_of
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.parts import Dependencies
-from orchestrator.peers.bounds import experts_of, vocabulary_of
+from orchestrator.peers.bounds import experts_of
 from orchestrator.stages.leasing import Table
 from orchestrator.stages.script_replay import ScriptRecord
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import load_tokenizer
+from pipelinerl.data.vocabulary import vocabulary_of
 from pipelinerl.messages import FromEngine, FromGateway, FromScorer, FromTrainer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup

@@ -29,7 +29,6 @@ from rich.console import Console
 
 from orchestrator.controller import Asked, Drivable, driven, ends_at_signals, not_in_scripts, open_record, open_run, prompt_maker, why_left
 from orchestrator.frozen_policy import FrozenPolicy
-from orchestrator.peers.bounds import vocabulary_of
 from orchestrator.scripted_run import ScriptedRun
 from orchestrator.stages.leasing import Table
 from orchestrator.stages.script_replay import ScriptRecord
@@ -39,6 +38,7 @@ from pipelinerl.config.policies import PolicySettings, policies_of
 from pipelinerl.data.hub import resolved
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.data.vocabulary import vocabulary_of
 from pipelinerl.errors import ConfigError, ScriptError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.launcher import Launcher, launcher_of

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrator.peers.bounds import vocabulary_of
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.peers import Peers
 from orchestrator.rules.residency import Residency
@@ -28,6 +27,7 @@ from pipelinerl.config import Config, TinkerSection
 from pipelinerl.config.file import load_run
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import load_tokenizer
+from pipelinerl.data.vocabulary import vocabulary_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.listening import listen, remember, server_of
 from pipelinerl.launch.run_folder import SERVING_FILE, TINKER_FILE

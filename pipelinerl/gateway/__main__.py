@@ -17,6 +17,7 @@ from pipelinerl.config.file import load_run
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.stop_tokens import stop_tokens_of
 from pipelinerl.data.tokenizer import decoder, load_tokenizer
+from pipelinerl.data.vocabulary import vocabulary_of
 from pipelinerl.engine.tool_parser import parser_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.gateway.episodes import Episodes
@@ -98,7 +99,7 @@ def model_of(config: Config, orchestrator: Orchestrator, section: GatewaySection
         max_turns=section.max_requests,
         max_parallel=section.max_parallel,
     )
-    return Model(turns=turns, max_tokens=config.rollout.max_tokens)
+    return Model(turns=turns, max_tokens=config.rollout.max_tokens, vocabulary=vocabulary_of(config))
 
 
 if __name__ == "__main__":

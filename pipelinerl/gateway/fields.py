@@ -92,10 +92,10 @@ def refuse_what_changes_sampling(body: Body) -> None:
         raise wrong("response_format is not supported: the model writes what it writes, and learns from it", param="response_format")
 
 
-def integers(body: Body, name: str, *, most: int) -> Sequence[int]:
-    """Return a list of token ids."""
+def integers(body: Body, name: str, *, most: int, below: int) -> Sequence[int]:
+    """Return a list of token ids, each under `below`."""
     found = body.get(name)
     is_list = isinstance(found, list) and 0 < len(found) <= most
-    if not is_list or not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in found or ()):
-        raise wrong(f"{name} is {str(found)[:80]!r}, expected 1 to {most} token ids", param=name)
+    if not is_list or not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < below for one in found or ()):
+        raise wrong(f"{name} is {str(found)[:80]!r}, expected 1 to {most} token ids from 0 to {below - 1}", param=name)
     return found or []

@@ -14,15 +14,18 @@ from pipelinerl.gateway.refusal import wrong
 from pipelinerl.messages import Finish, TurnSampled
 
 
-def read(body: Body, *, max_tokens: int, max_context_tokens: int) -> tuple[Sequence[int], int]:
-    """Return the tokens that are to be continued, and the most that are to be sampled. Raises `RequestRefused`."""
+def read(body: Body, *, max_tokens: int, max_context_tokens: int, vocabulary: int | None) -> tuple[Sequence[int], int]:
+    """Return the tokens that are to be continued, each one of the `vocabulary`, and the most that are to be sampled.
+
+    Raises `RequestRefused`: what the gateway passed on would count as its own fault.
+    """
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise wrong(f"sampling_params is {str(sampling)[:80]!r}, expected an object", param="sampling_params")
     fields.refuse_what_changes_sampling(sampling)
     if fields.number(sampling, "n", default=1, most=2) > 1:
         raise wrong("sampling_params.n is more than 1: ask as often as you want answers", param="sampling_params.n")
-    token_ids = fields.integers(body, "token_ids", most=max_context_tokens)
+    token_ids = fields.integers(body, "token_ids", most=max_context_tokens, below=vocabulary or 1 << 31)
     return token_ids, fields.number(sampling, "max_tokens", "max_completion_tokens", default=max_tokens, most=max_tokens)
 
 

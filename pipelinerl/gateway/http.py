@@ -47,6 +47,8 @@ class Model:
     turns: Turns
     max_tokens: int
     """Tokens of the longest turn."""
+    vocabulary: int | None
+    """Tokens that the model knows; None where its folder does not say."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,9 @@ class Gateway:
         found = self.orchestrator.episodes.find(_bearer(request), episode_id=None)
         body = await self._body(request)
         model, episode = self._chosen(body, found)
-        token_ids, max_tokens = generate.read(body, max_tokens=model.max_tokens, max_context_tokens=episode.max_context_tokens)
+        token_ids, max_tokens = generate.read(
+            body, max_tokens=model.max_tokens, max_context_tokens=episode.max_context_tokens, vocabulary=model.vocabulary
+        )
         one = model.turns.ask_tokens(episode, token_ids, max_tokens=max_tokens, retry=Retry.of(request.headers))[0]
         return _json(generate.answer(await whole(one, episode=episode), lease=episode.lease))
 

@@ -209,6 +209,8 @@ class Turns:
         if episode.num_asked + num_answers > self._max_turns:
             words = f"episode {episode.episode_id} has had {episode.num_asked} turns, of at most {self._max_turns} (gateway.max_requests)"
             raise wrong(words, code="too_many_turns")
+        if num_answers > self._max_parallel:
+            raise wrong(f"n is {num_answers}, expected at most {self._max_parallel} (gateway.max_parallel)", param="n")
         running = sum(not answer.done.done() for answers in episode.answers.values() for answer in answers)
         if running + num_answers > self._max_parallel:
             words = f"{running} turns of this episode are being sampled, at most {self._max_parallel} at once (gateway.max_parallel)"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.peers.bounds import FAKE_VOCABULARY
 from pipelinerl.config.file import load_run
+from pipelinerl.data.vocabulary import FAKE_VOCABULARY
 from pipelinerl.errors import CheckpointDamaged
 from pipelinerl.messages import (
     Alive,

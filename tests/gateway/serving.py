@@ -354,7 +354,7 @@ class Serving:
         )
         return Gateway(
             orchestrator=self.orchestrator,
-            policies=dict.fromkeys(self._policies or (MODEL,), Model(turns=turns, max_tokens=256)),
+            policies=dict.fromkeys(self._policies or (MODEL,), Model(turns=turns, max_tokens=256, vocabulary=len(self.tokenizer))),
             section=self.section,
             address=self.address,
             run_token=RUN_TOKEN,

@@ -42,6 +42,7 @@ def stranger(desk: Serving) -> socket.socket:
         (b'{"messages": [{"role": "assistant", "tool_calls": [1]}]}', 400, "a tool call is '1'"),
         (json.dumps({"messages": HI["messages"] * 5}).encode(), 400, "expected at most 4"),
         (json.dumps(HI | {"n": "many"}).encode(), 400, "n is 'many', expected an integer"),
+        (json.dumps(HI | {"n": 9}).encode(), 400, "n is 9, expected at most 8 (gateway.max_parallel)"),
         (json.dumps(HI | {"max_tokens": -1}).encode(), 400, "max_tokens is -1"),
         (json.dumps(HI | {"stop": [""]}).encode(), 400, "stop is"),
         (json.dumps(HI | {"tools": {"a": 1}}).encode(), 400, "tools is"),
@@ -109,6 +110,17 @@ def test_a_reward_that_would_spoil_a_step_is_refused_and_the_episode_goes_on(des
         assert answer.status_code == 400
         assert "expected a number up to 1e+12 in size" in answer.json()["error"]["message"]
         assert client.post(f"{lent['episode_url']}/reward", json={"reward": -1e12}, headers=headers).json()["reward"] == -1e12
+
+
+@pytest.mark.parametrize("token_ids", [[-1], [5, 1 << 20], [(1 << 31) - 1], [10**30], []])
+def test_tokens_that_the_model_has_not_are_refused_before_they_count_as_the_gateways_own_fault(desk: Serving, token_ids: list[int]) -> None:
+    asked = len(desk.engine.asked)
+    with desk.client() as client:
+        headers: dict[str, Any] = {"authorization": f"Bearer {desk.lend(client)['token']}"}
+        answer = client.post("/inference/v1/generate", json={"token_ids": token_ids}, headers=headers)
+    assert answer.status_code == 400
+    assert "token ids from 0 to" in answer.json()["error"]["message"]
+    assert len(desk.engine.asked) == asked
 
 
 def test_a_wait_of_any_length_is_cut_to_the_longest(desk: Serving) -> None:
