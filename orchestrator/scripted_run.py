@@ -16,6 +16,7 @@ from orchestrator.ledger.rollouts import Counts
 from orchestrator.rollouts.trajectories import last_line
 from orchestrator.rules.batch import NO_FAILURE, Filtered, Siblings, greedy_of, sample_of, sampled_of, samples_of
 from orchestrator.rules.script import ALL_STOPPED, Made
+from orchestrator.rules.script_decisions import check_rollouts
 from orchestrator.run import Run
 from orchestrator.stages.script_replay import decode_columns, encode_columns
 from orchestrator.stages.script_waits import ScriptWaits
@@ -191,9 +192,9 @@ class ScriptedRun:
         rules = self._given.step_rules
         return rules is not None and rules.step_advantages is not None
 
-    def text(self, rollout: Trajectory) -> str:
+    def text(self, rollout: Trajectory | ScoredTrajectory) -> str:
         """Return the text of what was sampled, as rewards see it: of an episode that branches, the line that leads to its last turn."""
-        return self._decode(last_line(rollout)[0].tolist())
+        return self._decode(last_line(rollout.trajectory if isinstance(rollout, ScoredTrajectory) else rollout)[0].tolist())
 
     # --- the policy ---
 
@@ -234,6 +235,7 @@ class ScriptedRun:
         `reference` is the frozen model of `reference.path`, or each row's own of `reference.teachers`; `policy` the newest one, published
         or not. Steps that were asked for before are trained first. Raises `ScriptError` where the config names no reference.
         """
+        check_rollouts("logprobs", rollouts)
         if model not in list(LogprobModel):
             raise ScriptError(f"logprobs: model is {model!r}, expected one of {', '.join(LogprobModel)}")
         if model == LogprobModel.REFERENCE and not self.config.reference.folders:

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from orchestrator.rules.batch import STOPPED_EARLY, Filtered, SampledUnder, Siblings, is_stale, sampled_under
-from orchestrator.rules.script_decisions import Decision, check_finite, check_row, decision, left_out, score_of
+from orchestrator.rules.script_decisions import Decision, check_finite, check_row, check_samples, check_scored, decision, left_out, score_of
 from pipelinerl.errors import NobodySends, NothingTrained, RolloutsUnread, ScriptError, TrainedTwice
 from pipelinerl.messages import Group, Sample, ScoredTrajectory, TerminalStatus, Trajectory
 
@@ -143,6 +143,8 @@ class ScriptBook:
 
         Raises `TrainedTwice` for one that is over otherwise.
         """
+        scored = list(scored)
+        check_scored("advantages", scored)
         found: dict[int, dict[int, ScoredTrajectory]] = {}
         for member in scored:
             if member.trajectory.group_id in self._expired:
@@ -262,6 +264,7 @@ class ScriptBook:
         self._check_step_is_left(call="train")
         if not rows and not may_be_none:
             raise ScriptError("train: no rows. Where a filter has dropped every group, sample more before training")
+        check_samples(rows)
         offered: dict[int, list[Sample]] = {}
         names: set[str] = set()
         for sample in rows:

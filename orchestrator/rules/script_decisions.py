@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from orchestrator.rules.batch import STOPPED_EARLY, Ended, Siblings, ended_of
 from pipelinerl.errors import ScriptError
-from pipelinerl.messages import Group, Outcome, Sample, Score, ScoredTrajectory, TerminalStatus, Trajectory
+from pipelinerl.messages import MAX_REWARD, Group, Outcome, Sample, Score, ScoredTrajectory, TerminalStatus, Trajectory, is_reward
 
 LEFT_OUT = "the script left it out"
 """The reason given for a sibling that is not among the rows of the step that its group ended with."""
@@ -49,6 +48,33 @@ def left_out(member: ScoredTrajectory, status: TerminalStatus, reason: str, *, s
     return dataclasses.replace(ended, step=step) if ended.reason == STOPPED_EARLY else ended
 
 
+def check_rollouts(call: str, given: Iterable[object]) -> None:
+    """Raise `ScriptError` for what is no rollout."""
+    _check_kind(call, given, Trajectory, "as `run.sample(prompts)` gives; of a scored one it is `.trajectory`")
+
+
+def check_scored(call: str, given: Iterable[object]) -> None:
+    """Raise `ScriptError` for what is no scored rollout."""
+    _check_kind(call, given, ScoredTrajectory, "as `run.score(rollouts)` gives")
+
+
+def check_samples(rows: Iterable[object]) -> None:
+    """Raise `ScriptError` for what is no row, or one whose advantages are not of the type that travels."""
+    _check_kind("train", rows, Sample, "as `run.advantages(scored)` gives, or `Sample(trajectory=..., reward=..., advantages=...)`")
+    for row in rows:
+        assert isinstance(row, Sample)
+        found = getattr(row.advantages, "dtype", type(row.advantages).__name__)
+        if found != np.float32:
+            do = 'make them by .astype("float32")'
+            raise ScriptError(f"train: rollout {row.trajectory.rollout_id} has advantages of {found}, expected float32: {do}")
+
+
+def _check_kind(call: str, given: Iterable[object], kind: type, do: str) -> None:
+    for number, one in enumerate(given):
+        if not isinstance(one, kind):
+            raise ScriptError(f"{call}: number {number} of what it is given is of {type(one).__name__}, expected {kind.__name__}, {do}")
+
+
 def check_row(sample: Sample, scored: ScoredTrajectory | None, *, stops_early: bool) -> None:
     """Raise `ScriptError` for a row that cannot train, or that is not of the score that the ledger has."""
     trajectory = sample.trajectory
@@ -72,12 +98,14 @@ def check_row(sample: Sample, scored: ScoredTrajectory | None, *, stops_early: b
 
 
 def check_finite(rows: Sequence[Sample]) -> None:
-    """Raise `ScriptError` where a number is none; all rows are looked at together."""
-    if all(math.isfinite(row.reward) for row in rows) and np.isfinite(np.concatenate([row.advantages for row in rows] or [()])).all():
+    """Raise `ScriptError` where a number is none, or beyond `MAX_REWARD`; all rows are looked at together."""
+    every = np.abs(np.concatenate([row.advantages for row in rows] or [()]))
+    if all(is_reward(row.reward) for row in rows) and (every <= MAX_REWARD).all():
         return
     for row in rows:
-        if not math.isfinite(row.reward) or not np.isfinite(row.advantages).all():
-            raise ScriptError(f"train: rollout {row.trajectory.rollout_id} has a reward or an advantage that is not finite")
+        if not is_reward(row.reward) or not (np.abs(row.advantages) <= MAX_REWARD).all():
+            words = f"not finite, or above {MAX_REWARD:g} in size"
+            raise ScriptError(f"train: rollout {row.trajectory.rollout_id} has a reward or an advantage that is {words}")
 
 
 def score_of(trajectory: Trajectory, reward: float | None, *, is_stopped: bool) -> Score:

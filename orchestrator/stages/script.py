@@ -16,6 +16,7 @@ import msgspec
 
 from orchestrator.ledger.answers import Event, Kind
 from orchestrator.rules.script import ScriptBook
+from orchestrator.rules.script_decisions import check_rollouts
 from orchestrator.stages.prompts import Drawn
 from orchestrator.stages.script_replay import ScriptReplay
 from orchestrator.stages.script_steps import ScriptSteps
@@ -145,6 +146,7 @@ class Script:
         self.check()
         is_stream = isinstance(rollouts, AsyncIterable)
         known = [] if is_stream else list(rollouts)
+        check_rollouts("score", known)
         self._check_whole(known)
         call = self.replay.begin("score", (is_stream, *(one.rollout_id for one in known)))
         intake: Intake[ScoredTrajectory] = self._streams.begin("score", call=call, room=self._scores, num_bytes=_bytes_of_scored)

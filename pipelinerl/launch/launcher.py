@@ -119,6 +119,8 @@ class Launcher:
         self._dismissed: set[str] = set()
         """Those that were ended because the run was over."""
         self._num_interrupts = 0
+        self._is_cut_off = False
+        """A signal has ended everything at once."""
         self._is_overdue = False
         """The run failed because a process did not end, not because one ended badly."""
         self._failed_at = 0.0
@@ -235,6 +237,11 @@ class Launcher:
 
     def _explain(self, failed: str) -> str:
         """The first error that any process recorded; else how the failed one ended, with the end of its log."""
+        if self._is_cut_off:
+            return (
+                "the run was ended at once, as a second signal asks, and saved nothing more. `--resume` goes on from the last checkpoint,"
+                " with what was generated and scored since"
+            )
         if first := self._processes.first_failure(before_s=self._failed_at):
             return first
         if self._is_overdue:
@@ -354,4 +361,5 @@ class Launcher:
         if self._num_interrupts == 1 and self._processes.is_running("orchestrator"):
             self._processes.interrupt("orchestrator", number)
         else:
+            self._is_cut_off = True
             self._processes.signal_all(signal.SIGKILL)

@@ -576,8 +576,10 @@ def test_a_launcher_terminated_twice_ends_everything_at_once(folder: Path):
     time.sleep(0.5)
     assert launcher.poll() is None, "the first only asks"
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=processes.PATIENCE_S)
+    _, said = launcher.communicate(timeout=processes.PATIENCE_S)
     assert launcher.returncode != 0
+    assert "the run was ended at once, as a second signal asks" in said
+    assert "SIGKILL" not in said, "it was us, and nothing to look into"
     assert not any(processes.is_alive(process_id) for process_id in ids)
 
 

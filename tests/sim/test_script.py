@@ -471,6 +471,34 @@ async def trains_a_nan(asked: ScriptedRun) -> None:
     await asked.train([msgspec.structs.replace(row, advantages=row.advantages * np.nan) for row in await rows_of(asked)])
 
 
+async def trains_what_no_gradient_can_hold(asked: ScriptedRun) -> None:
+    await asked.train([msgspec.structs.replace(row, advantages=row.advantages + np.float32(1e13)) for row in await rows_of(asked)])
+
+
+async def trains_float64(asked: ScriptedRun) -> None:
+    await asked.train([msgspec.structs.replace(row, advantages=row.advantages.astype(np.float64)) for row in await rows_of(asked)])
+
+
+async def scored_by(asked: ScriptedRun) -> list[Any]:
+    return await asked.score(asked.sample(asked.prompts(2)))
+
+
+async def trains_scored_rollouts(asked: ScriptedRun) -> None:
+    await asked.train(await scored_by(asked))
+
+
+async def asks_advantages_of_rollouts(asked: ScriptedRun) -> None:
+    asked.advantages(await asked.sample(asked.prompts(2)))  # pyright: ignore[reportArgumentType]
+
+
+async def scores_what_is_scored(asked: ScriptedRun) -> None:
+    await asked.score(await scored_by(asked))
+
+
+async def asks_log_probabilities_of_scored_rollouts(asked: ScriptedRun) -> None:
+    await asked.logprobs(await scored_by(asked), model="policy")
+
+
 async def samples_what_would_be_too_old(asked: ScriptedRun) -> None:
     for _ in range(3):
         await asked.train(await rows_of(asked))
@@ -564,6 +592,12 @@ MISUSES = [
     (changes_a_reward, ScriptError, "belongs into the advantages"),
     (changes_a_rollout, ScriptError, "a rollout is passed on as it was read"),
     (trains_a_nan, ScriptError, "not finite"),
+    (trains_what_no_gradient_can_hold, ScriptError, "above 1e+12 in size"),
+    (trains_float64, ScriptError, 'has advantages of float64, expected float32: make them by .astype("float32")'),
+    (trains_scored_rollouts, ScriptError, "is of ScoredTrajectory, expected Sample, as `run.advantages(scored)` gives"),
+    (asks_advantages_of_rollouts, ScriptError, "is of Trajectory, expected ScoredTrajectory, as `run.score(rollouts)` gives"),
+    (scores_what_is_scored, ScriptError, "is of ScoredTrajectory, expected Trajectory, as `run.sample(prompts)` gives"),
+    (asks_log_probabilities_of_scored_rollouts, ScriptError, "logprobs: number 0 of what it is given is of ScoredTrajectory"),
     (samples_what_would_be_too_old, NobodySends, "engines hold policy 0, the last that was published"),
     (samples_for_a_step_out_of_reach, NobodySends, "sample: step 2 is what they are for, and engines hold policy 0"),
     (samples_for_a_step_that_is_over, ScriptError, "sample: step 0 is over, and step 1 comes next"),
@@ -590,6 +624,15 @@ def test_misuse_is_an_error_of_the_call_at_once(
     with pytest.raises(error) as raised:
         scripted(script, tmp_path, limit_s=200.0)
     assert words in str(raised.value)
+
+
+def test_the_text_of_a_rollout_is_that_of_its_scored_one(tmp_path: Path) -> None:
+    async def script(asked: ScriptedRun) -> None:
+        rollouts = await asked.sample(asked.prompts(1))
+        for scored in await asked.score(rollouts):
+            assert asked.text(scored) == asked.text(scored.trajectory)
+
+    assert scripted(script, tmp_path).problems() == []
 
 
 def test_rollouts_that_fill_their_room_are_named_by_who_waits_for_others(tmp_path: Path) -> None:
