@@ -82,6 +82,8 @@ def main() -> None:
         version = export(load_run(arguments.run_folder), arguments.run_folder, arguments.output, adapter_only=arguments.adapter)
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except OSError as error:
+        sys.exit(f"{arguments.output} cannot be written: {error.strerror or error}. Name another folder, or make room")
     print(f"version {version}: {arguments.output}")
 
 

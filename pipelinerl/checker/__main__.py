@@ -16,11 +16,14 @@ MAX_SHOWN = 20
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.checker", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="a run's folder, under way or ended")
+    run_folder = parser.parse_args().run_folder
     try:
-        with open_history(parser.parse_args().run_folder) as history:
+        with open_history(run_folder) as history:
             checker = check_history(history)
             num_checkpoints = len(history.checkpoints)
-    except (OSError, ValueError, sqlite3.Error) as error:
+    except sqlite3.Error as error:
+        sys.exit(f"cannot be checked: {run_folder / 'ledger.sqlite'}: {error}. It was damaged after it was written: restore it")
+    except (OSError, ValueError) as error:
         sys.exit(f"cannot be checked: {error}")
     counts = checker.counts()
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if name != "admitted")

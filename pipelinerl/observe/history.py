@@ -92,4 +92,7 @@ def _open(run_folder: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise LedgerError(f"no ledger at {path}: name the folder of a run")
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        yield database
+        try:
+            yield database
+        except sqlite3.Error as error:
+            raise LedgerError(f"{path} cannot be read: {error}. It was damaged after it was written: restore it") from error

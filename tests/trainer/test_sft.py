@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch.multiprocessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import Config
-from pipelinerl.config.file import load
+from pipelinerl.config.file import load, write_run
 from pipelinerl.demo.settings import demo_config
 from pipelinerl.demo.sort_digits import BEHAVIOURS, demonstrations, held_out_prompts, make_model, reward, train_prompts
 from pipelinerl.errors import ConfigError, DataError
 from tests.trainer.ranks import Ranks
+from trainer.checkpoint.model_folder import refuse_to_replace, save_model
 from trainer.data.demonstrations import Demonstrations
+from trainer.model.model import Model
 from trainer.sft import main
 from trainer.supervised import SftProgress, train_sft
 
@@ -224,6 +227,28 @@ def test_a_folder_with_something_else_than_a_model_is_not_replaced(demo_model: P
     with pytest.raises(ConfigError, match="holds something else than a model, and saving one there would remove it"):
         train_sft(_config(demo_model, tmp_path))
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_run_is_no_model_to_be_replaced_though_it_has_a_config(demo_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "demo-20260101-000000"
+    run.mkdir()
+    write_run(run, _config(demo_model, tmp_path))
+    for folder, says in ((run, "holds something else than a model"), (run / "config.json", "is a file, and a model is a folder")):
+        with pytest.raises(ConfigError, match=says):
+            refuse_to_replace(folder)
+    refuse_to_replace(demo_model)
+    refuse_to_replace(tmp_path / "new")
+
+
+def test_a_folder_beside_the_saved_model_is_left_alone(demo_model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "mine"
+    shutil.copytree(demo_model, saved)
+    for name in ("mine.old", "mine.draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").write_text("kept")
+    save_model(Model(demo_model, dtype="float32", temperature=1.0, device=torch.device("cpu")), saved, source=demo_model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine.draft", "mine.old"]
+    assert (tmp_path / "mine.old" / "notes").read_text() == "kept"
 
 
 # --- the demo's task -------------------------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ def save_model(model: Model, folder: Path, *, source: Path, stop_token_ids: Sequ
 
     Its generation_config.json names every stop token that it was sampled with: those of `source`, and `stop_token_ids`.
 
-    Everything is written to `<folder>.draft` first and then takes the folder's name, so that no reader finds half a model. Every rank that
+    Everything is written to `.<folder>.draft` first and then takes the folder's name, so that no reader finds half a model. Every rank that
     holds a part of the model calls this; the first one writes.
     """
     state = {name: tensor for name, tensor in model.state() if model.writes}
     if not model.writes:
         return
-    draft = folder.with_name(folder.name + ".draft")
+    draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     model.module.save_pretrained(draft, state_dict=state)
     for path in source.iterdir():
@@ -44,7 +44,7 @@ def save_model(model: Model, folder: Path, *, source: Path, stop_token_ids: Sequ
     if (source / "tokenizer_config.json").exists():
         _name_stop_tokens(draft / "generation_config.json", stop_tokens_of(source, extra=stop_token_ids).ids)
     if folder.exists():
-        old = folder.with_name(folder.name + ".old")
+        old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         draft.rename(folder)
@@ -54,10 +54,21 @@ def save_model(model: Model, folder: Path, *, source: Path, stop_token_ids: Sequ
 
 
 def refuse_to_replace(folder: Path) -> None:
-    """Raise `ConfigError` for a folder with something else than a model in it: saving would remove that."""
-    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    if folder.exists() and not is_model and any(folder.iterdir()):
+    """Raise `ConfigError` for a folder with something else than a model in it, such as a run's: saving would remove that."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, and a model is a folder. Name a new or empty folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not _is_model(folder):
         raise ConfigError(f"{folder} holds something else than a model, and saving one there would remove it. Name a new or empty folder.")
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder is a model's or an adapter's: a run has a `config.json`, too, which names no `model_type`."""
+    if (folder / "adapter_config.json").exists():
+        return True
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def _name_stop_tokens(path: Path, stop_token_ids: Sequence[int]) -> None:

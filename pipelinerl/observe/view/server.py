@@ -6,6 +6,7 @@ The page gets no leave to load anything but its own numbers (Content-Security-Po
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import json
@@ -40,9 +41,9 @@ class View:
         try:
             self._server = ThreadingHTTPServer((interface, port), self._handler())
         except OSError as error:
-            raise ConfigError(
-                f"the view cannot listen on {interface}, port {port}: {error.strerror or error}. Leave --port out to have a free one"
-            ) from None
+            option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--interface"
+            do = f"Leave {option} out, or name another"
+            raise ConfigError(f"the view cannot listen on {interface}, port {port}: {error.strerror or error}. {do}") from None
         host = f"[{interface}]" if ":" in interface else interface
         self.address = f"http://{host}:{self._server.server_port}/?token={self.token}"
 

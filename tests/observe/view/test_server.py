@@ -85,8 +85,13 @@ def test_a_host_that_is_none_is_a_bad_request_and_no_traceback(run_folder: Path,
 
 
 def test_a_port_that_is_taken_is_said_so(run_folder: Path) -> None:
-    with served(run_folder) as view, pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1, port \d+: Address already in use"):
+    with (
+        served(run_folder) as view,
+        pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1, port \d+: Address already in use. Leave --port out"),
+    ):
         View(run_folder, port=urlsplit(view.address).port or 0)
+    with pytest.raises(ConfigError, match=r"cannot listen on 203.0.113.9, port 0: .*\. Leave --interface out, or name another"):
+        View(run_folder, interface="203.0.113.9")
 
 
 def test_another_page_cannot_read_this_one_through_a_name_that_leads_here(run_folder: Path) -> None:
