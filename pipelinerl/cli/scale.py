@@ -45,6 +45,8 @@ def scale(
         if (found := ScaleFolder(run_folder).members()) is None:
             raise ConfigError(f"{run_folder} has no engines so far: no orchestrator of it has said which")
         console.print(_table(found))
+        if not scaling.is_live(run_folder):
+            console.print("no orchestrator of this run listens: it has ended, or is only starting, and this is what was said last")
         return
     is_slurm = (run_folder / "job.sbatch").exists()
     if submit and not is_slurm:
@@ -65,7 +67,15 @@ def scale(
 
 
 def _table(found: Members) -> Table:
-    table = Table("engine", "is", "started by", "why", title=f"{found.num_wanted} engines asked for", title_justify="left", box=None)
+    table = Table(
+        "engine",
+        "is",
+        "started by",
+        "why",
+        title=f"{found.num_wanted} engine{'s' * (found.num_wanted != 1)} asked for",
+        title_justify="left",
+        box=None,
+    )
     for one in found.members:
         table.add_row(str(one.engine_id), one.state, one.started_by, escape(one.reason))
     return table

@@ -54,6 +54,11 @@ def check_is_run(run_folder: Path) -> None:
         raise ConfigError(f"{run_folder} is no run's folder: it has no config.json" if run_folder.is_dir() else f"no run at {run_folder}")
 
 
+def is_live(run_folder: Path) -> bool:
+    """Return whether an orchestrator of a run listens."""
+    return is_listening(run_folder / "endpoints" / "engine.json")
+
+
 def check(run_folder: Path, *, engines: int, drain_s: float, started_by: StartedBy) -> None:
     """Refuse what cannot be asked of this run. Raises `ConfigError`."""
     check_is_run(run_folder)
@@ -71,10 +76,9 @@ def check(run_folder: Path, *, engines: int, drain_s: float, started_by: Started
         raise ConfigError(f"--drain-s {drain_s:g}: expected 0 to {MAX_DRAIN_S:g} seconds")
     if is_finished(run_folder):
         raise ConfigError(f"{run_folder} is finished: it needs no engines")
-    endpoint = run_folder / "endpoints" / "engine.json"
-    if not is_listening(endpoint):
+    if not is_live(run_folder):
         raise ConfigError(f"{run_folder} is not live: no orchestrator listens. `pipelinerl run --resume` goes on with it")
-    address = read_endpoint(endpoint, deadline_s=0.0).address
+    address = read_endpoint(run_folder / "endpoints" / "engine.json", deadline_s=0.0).address
     if started_by is StartedBy.JOB and address.startswith("tcp://127."):
         raise ConfigError(
             f"the orchestrator of {run_folder} listens on {address} alone, where no other machine reaches it. Start, or resume, the run"

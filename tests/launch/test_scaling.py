@@ -149,6 +149,15 @@ def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> Non
         scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
 
 
+def test_the_engines_of_a_run_that_has_ended_are_told_as_what_was_said_last(tmp_path: Path) -> None:
+    write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}, origin="test"))
+    members = (Member(engine_id=0, state=State.LIVE, started_by=StartedBy.RUN),)
+    ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=1, count=1))
+    shown = scale(tmp_path)
+    assert "1 engine asked for" in shown.stdout
+    assert "no orchestrator of this run listens" in shown.stdout
+
+
 def test_a_slurm_job_of_engines_asks_for_their_gpus_and_is_one_for_each_node(tmp_path: Path) -> None:
     settings = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "run": {"name": "r"}}
     slurm = {"gpus_per_node": 4, "partition": "a100", "engine_options": ["--partition=spot"], "engine_nodes": 1, "setup": ["module load x"]}
