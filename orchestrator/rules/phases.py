@@ -92,7 +92,7 @@ class Phases:
 
     def has_turn(self, step: int) -> bool:
         """Return whether a step may be trained: a trainer asks for the next one before its policy, which may end the phase, is known."""
-        return self._bound is None or (self._published is not None and step <= self._published)
+        return self._bound is None or self._published is None or step <= self._published
 
     def woke(self, engine_id: int) -> None:
         """Note that an engine has committed a policy, or announces itself."""
