@@ -66,23 +66,25 @@ class Phases:
         `is_pinned` says that an engine that is awake has to keep its policy; `computes` that the trainer is to compute something else than
         a step. `num_closable` steps can be closed before another policy is published, by the staleness bound.
         """
-        self._published = published
+        is_news, self._published = published != self._published, published
         can_close = num_closable is None or num_closed < num_closable
-        if self.phase is Phase.TRAINING and (self._first is None or not can_close):
-            self._first = published  # engines could do nothing with a turn
-        may_train = published != num_closed and not (can_close and self._is_generations_turn(num_closed, published))
+        if self.phase is Phase.TRAINING and (None in (self._first, published) or not can_close):
+            self._first = published  # the first of a trainer that starts; or engines could do nothing with a turn
+        may_train = published != num_closed and not (can_close and self._is_generations_turn(num_closed, published, is_news=is_news))
         wanted = Phase.TRAINING if computes or may_train else Phase.GENERATION
         if wanted is self.phase or (wanted is Phase.TRAINING and is_pinned):
             return None
         self.phase, self._first, self._woken_with = wanted, published, (num_closed, published)
         return wanted
 
-    def _is_generations_turn(self, num_closed: int, published: int | None) -> bool:
-        """Return whether engines have the devices although a closed step could be trained."""
+    def _is_generations_turn(self, num_closed: int, published: int | None, *, is_news: bool) -> bool:
+        """Return whether engines have the devices although a closed step could be trained: a policy that is news may end a training
+        phase, since the trainer has no row of the next step yet.
+        """
         if self._bound is None or published is None:
             return False
         if self.phase is Phase.TRAINING:
-            return self._first is not None and published > self._first and num_closed - self._first >= self._bound
+            return is_news and self._first is not None and published > self._first and num_closed - self._first >= self._bound
         return self._woken_with == (num_closed, published)
 
     @property
@@ -91,7 +93,9 @@ class Phases:
         return self.phase is Phase.TRAINING and not self._awake
 
     def has_turn(self, step: int) -> bool:
-        """Return whether a step may be trained: a trainer asks for the next one before its policy, which may end the phase, is known."""
+        """Return whether a step may be trained: a trainer asks for the next one before its policy, which may end the phase, is known. One
+        that starts has the phase for a step at least.
+        """
         return self._bound is None or self._published is None or step <= self._published
 
     def woke(self, engine_id: int) -> None:

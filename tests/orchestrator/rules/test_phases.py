@@ -62,6 +62,7 @@ def test_a_phase_ends_when_the_next_step_is_the_last_for_what_sleeps_and_the_nex
     assert [step for step in range(4) if phases.has_turn(step)] == [0], "policy 1 may end the phase, and is asked for after its rows"
     assert change(2, 1) is None, "tokens of policy 0 fit into step 2 and step 3"
     assert phases.has_turn(1)
+    assert change(3, 1) is None, "step 1 is being trained"
     assert change(3, 2) is Phase.GENERATION, "and into step 3 alone"
     assert change(3, 2) is None, "step 2 waits for its turn"
     assert change(4, 2) is Phase.TRAINING
@@ -82,6 +83,15 @@ def test_engines_that_were_given_a_turn_lose_it_to_a_trainer_that_starts():
     assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=9) is Phase.GENERATION
     assert phases.next_phase(num_closed=2, published=None, is_pinned=False) is Phase.TRAINING
     assert phases.has_turn(0), "whatever it begins with"
-    assert phases.next_phase(num_closed=2, published=0, is_pinned=False, num_closable=9) is None
-    assert phases.has_turn(0)
+    assert phases.next_phase(num_closed=2, published=0, is_pinned=False, num_closable=9) is None, "it has rows of step 0 maybe"
     assert phases.next_phase(num_closed=2, published=1, is_pinned=False, num_closable=9) is Phase.GENERATION
+
+
+def test_a_trainer_that_starts_in_its_phase_is_not_interrupted_in_the_step_it_begins_with():
+    phases = Phases(bound=1)
+    assert phases.next_phase(num_closed=1, published=0, is_pinned=False, num_closable=9) is Phase.TRAINING
+    assert phases.next_phase(num_closed=3, published=None, is_pinned=False) is None
+    assert phases.next_phase(num_closed=3, published=1, is_pinned=False, num_closable=9) is None, (
+        "its rows may be out before policy 1 is heard of"
+    )
+    assert phases.next_phase(num_closed=3, published=2, is_pinned=False, num_closable=9) is Phase.GENERATION
