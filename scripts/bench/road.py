@@ -27,7 +27,7 @@ from pipelinerl.weights.base import num_bytes
 from pipelinerl.weights.manifest import Manifest, compare, encode
 from pipelinerl.weights.sharded.connections import Place
 from pipelinerl.weights.sharded.digests import add_ranks, manifest_of, texts
-from pipelinerl.weights.sharded.plan import SourcePlan, plan
+from pipelinerl.weights.sharded.plan import BUCKET_BYTES, SourcePlan, plan
 from pipelinerl.weights.sharded.target import name_of
 from scripts.bench import harness
 from scripts.bench.road_layouts import Grid, layout_of, shards_of
@@ -44,7 +44,6 @@ PAIRS = (
     (Grid(fsdp=2, tensor=2, expert=2), Grid(tensor=2), 4),
 )
 """A trainer's ranks, an engine's, and how many engines."""
-BUCKET_BYTES = 2 << 20
 SLACK_BYTES = 6 << 20
 """Pages that are no weight buffers: stacks, lists of pieces, the libraries' own."""
 
