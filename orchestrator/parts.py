@@ -34,6 +34,7 @@ from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.membership import membership_of
 from orchestrator.rules.phases import sleep_bound
 from orchestrator.rules.quarantine import Quarantine
+from orchestrator.rules.trainer_ranks import trainer_change_of
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
@@ -157,6 +158,7 @@ class Parts:
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
         self.membership = membership_of(config, earlier=given.scale and given.scale.members(), takes_all=given.is_replay)
+        self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
         self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(
@@ -198,10 +200,11 @@ class Parts:
         self.trainer = self._peers(
             given.trainer_hub,
             "trainer",
-            config.trainer.layout.replicas,
+            self.trainer_change.num_replicas,
             config.trainer.ready_deadline_s,
             silent_after_s=config.trainer.silent_after_s,
             failure_ends_run=True,
+            membership=None if given.is_replay else self.trainer_change.replicas(),
         )
         self.peers = (self.engines.peers, scorers, self.trainer, *self._connect_gateway())
         self.alternation = self._alternation() if config.is_colocated else Alternation()

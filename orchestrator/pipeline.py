@@ -132,13 +132,15 @@ class Pipeline:
 
     def _stages_of_steps(self, parts: Parts) -> Iterator[Stage]:
         config, given, past, channels = parts.config, parts.given, parts.past, self.channels
+        self.packing = packing_of(config)
+        self.packing.num_replicas = parts.trainer_change.num_replicas
         yield Batching(
             scored=channels.grouped,
             packed=channels.packed,
             rows=channels.rows,
             grouping=parts.grouping(),
             cut=parts.cut() if self.script is None else self.script.steps.cut,
-            packing=packing_of(config),
+            packing=self.packing,
             admission=parts.admission,
             credits=parts.credits,
             ledger=given.ledger,
@@ -153,7 +155,7 @@ class Pipeline:
             rows=channels.rows,
             published=channels.policies,
             trainer=parts.trainer,
-            num_replicas=config.trainer.layout.replicas,
+            num_replicas=parts.trainer_change.num_replicas,
             num_steps=config.trainer.steps,
             holds_batches=parts.schedule.holds_batches,
             alternation=parts.alternation,

@@ -12,6 +12,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.rules.dispatch import gauges_of
 from orchestrator.stages.evaluation import Evaluation
 from orchestrator.stages.scaling import Scaling
+from orchestrator.stages.trainer_restart import TrainerRestart
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.messages import Stop
@@ -94,6 +95,16 @@ class Run:
             limit=parts.limit,
             credits=parts.credits,
             journal=given.journal,
+            trainer=TrainerRestart(
+                folder=given.scale,
+                change=parts.trainer_change,
+                training=self.pipeline.training,
+                engines=parts.engines,
+                packing=self.pipeline.packing,
+                journal=given.journal,
+                watch=parts.watch,
+                deadline_s=config.trainer.ready_deadline_s,
+            ),
         )
 
     async def run(self) -> RunResult:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.config.file import load_run
+from pipelinerl.config.file import load_run, with_ranks
 from pipelinerl.runtime import early, startup
 from pipelinerl.runtime.devices import show_first
 from pipelinerl.runtime.imports import of_large_packages
@@ -24,12 +24,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--gpus", help="UUID of the GPU of the only rank")
+    parser.add_argument("--ranks", type=int, help="ranks of the trainer, where they are others than trainer.ranks")
     arguments = parser.parse_args(early.arguments(lambda settings: _prepare(Config.model_validate_json(settings))))
     run_folder = arguments.run_folder
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of every `with`, which removes the shared buffers
     with crash_report(run_folder, f"trainer-{os.environ.get('RANK', '0')}"):
         config = load_run(run_folder)
+        if arguments.ranks is not None:
+            config = with_ranks(config, arguments.ranks)
         if arguments.gpus:
             show_first(arguments.gpus)
         _prepare(config)

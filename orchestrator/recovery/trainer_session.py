@@ -74,12 +74,14 @@ class TrainerSession:
     checkpoints: Checkpoints = dataclasses.field(init=False)
     early: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """The messages that a starting trainer has sent already."""
+    is_changing: bool = False
+    """True while a trainer of another number of replicas is awaited: one of the layout before is told to end, and is no liar."""
+    announced: Signal = dataclasses.field(default_factory=Signal)
+    """Set when a replica announces itself."""
     _is_ending: bool = False
     """True where the trainer was told to train no further."""
     _is_rejected: bool = False
     """True where the trainer is to be replaced for its violations: no row that it was computing is to blame."""
-    _ready: Signal = dataclasses.field(default_factory=Signal)
-    """Set when a replica announces itself."""
     _starts: Channel[TrainerReady] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,8 +96,13 @@ class TrainerSession:
 
     async def wait_until_ready(self) -> None:
         """Wait until every replica of the config has announced itself."""
-        while len(self.replicas) < self.num_replicas:
-            await self._ready.wait()
+        while not self.is_whole:
+            await self.announced.wait()
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every replica has announced itself."""
+        return len(self.replicas) == self.num_replicas
 
     @property
     def version(self) -> int:
@@ -133,6 +140,11 @@ class TrainerSession:
         return self.steps.num_done if self.ended.is_set() else self.steps.num_closed
 
     @property
+    def is_ending(self) -> bool:
+        """Return whether the trainer was told to train no further."""
+        return self._is_ending
+
+    @property
     def position(self) -> TrainerProgress:
         """The trainer's position, by which its messages are checked."""
         step = self.steps.next
@@ -142,7 +154,16 @@ class TrainerSession:
     def end_training(self, reason: str) -> bool:
         """Have the trainer save and publish its policy, and train no further; return False where a replica cannot be told."""
         self._is_ending = True
-        return all([self.trainer.send(f"trainer-{replica}", EndTraining(reason=reason)) for replica in self.replicas])
+        told = [self.trainer.send(f"trainer-{replica}", EndTraining(reason=reason)) for replica in self.replicas]
+        return bool(told) and all(told)
+
+    def replace(self, num_replicas: int, reason: str) -> None:
+        """End the trainer, which has saved all that it has trained, and await another one of so many replicas."""
+        for replica in range(self.num_replicas):
+            self.trainer.send(f"trainer-{replica}", Stop(reason=reason))
+            self.trainer.forget(f"trainer-{replica}")
+        self.num_replicas, self.is_changing = num_replicas, True
+        self._forget_replicas()
 
     async def run(self) -> None:
         """Deal with each start: the steps that its trainer lacks are offered again, and the steps that its weights prove are recorded."""
@@ -208,6 +229,9 @@ class TrainerSession:
 
     def _on_ready(self, peer: str, ready: TrainerReady) -> None:
         known = self.replicas.get(ready.replica)
+        if self.is_changing and ready.num_replicas != self.num_replicas:
+            self.trainer.send(peer, Stop(reason=f"a trainer of {self.num_replicas} replicas is to take its place"))
+            return
         if (violation := self._miscounts(peer, ready)) is not None:
             if known is None:
                 raise PeerRefused(violation.words)
@@ -221,13 +245,11 @@ class TrainerSession:
             self.trainer.refuse(peer, Violation(kind=Kind.STEPS, words=words), is_hopeless=True)
             return
         if known is not None:  # replicas start together: whoever else is known is gone, too
-            self.replicas.clear()
-            self.early.clear()
-            self.ended.clear()
-            self.on_replaced()
+            self._forget_replicas()
         self.replicas[ready.replica] = ready
-        self._ready.set()
-        if len(self.replicas) == self.num_replicas:
+        self.announced.set()
+        if self.is_whole:
+            self.ended.clear()  # of the one before, which may have said so after it was told to end
             starts = {(one.version, one.commit) for one in self.replicas.values()}
             if len(starts) > 1 and not _survived(self.replicas[0]):
                 raise PeerRefused(f"the trainer's replicas start from different checkpoints: {sorted(self.replicas.items())}")
@@ -235,10 +257,16 @@ class TrainerSession:
             self.published.put_now(self.replicas[0])  # bounded: a trainer takes seconds to start
             self._starts.put_now(self.replicas[0])  # bounded likewise
 
+    def _forget_replicas(self) -> None:
+        self.replicas.clear()
+        self.early.clear()
+        self.ended.clear()
+        self.on_replaced()
+
     def _miscounts(self, peer: str, ready: TrainerReady) -> Violation | None:
         if ready.num_replicas == self.num_replicas:
             return None
-        expected = f"the config makes {self.num_replicas} (trainer.ranks and trainer.parallel)"
+        expected = f"the run has {self.num_replicas} (trainer.ranks and trainer.parallel, or `pipelinerl scale`)"
         return Violation(kind=Kind.BOUNDS, words=f"{peer} counts {ready.num_replicas} replicas, {expected}")
 
     def _wrong_start(self, ready: TrainerReady) -> str:

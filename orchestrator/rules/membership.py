@@ -92,6 +92,10 @@ class Membership:
         """Return the ids without which the run does not begin, and whose place somebody takes: those that it began with."""
         return {number for number in self.present() if not self._members[number].request_id}
 
+    def is_draining(self) -> bool:
+        """Return whether an engine that is to leave has not left yet."""
+        return any(member.state is State.DRAINING for member in self._members.values())
+
     def num_serving(self) -> int:
         """The number of engines that admission counts with: spares count once they are live."""
         return len(self.awaited() | {number for number, member in self._members.items() if member.state is State.LIVE}) or 1
@@ -132,12 +136,13 @@ class Membership:
         """Note that an engine that was to leave is gone."""
         self._move(engine_id, State.LEFT, reason)
 
-    def scale(self, request: ScaleRequest) -> list[int]:
-        """Carry out a request, or refuse it: return the live engines that are to leave now. A request that was answered changes nothing."""
+    def scale(self, request: ScaleRequest, *, refused: str | None = None) -> list[int]:
+        """Carry out a request, or refuse it, for a reason of its own or the one that is given: return the live engines that are to leave
+        now. A request that was answered changes nothing."""
         if request.request_id <= self._request_id:
             return []
-        self._request_id, self._refused = request.request_id, self._why_not(request) or ""
-        if self._refused:
+        self._request_id, self._refused = request.request_id, refused or self._why_not(request) or ""
+        if self._refused or request.engines is None:
             return []
         self.num_wanted = request.engines
         missing = request.engines - len(self.present())
@@ -176,7 +181,7 @@ class Membership:
     def _why_not(self, request: ScaleRequest) -> str | None:
         if self._why_fixed is not None:
             return self._why_fixed
-        if not 1 <= request.engines <= self._most:
+        if request.engines is not None and not 1 <= request.engines <= self._most:
             return (
                 f"engines={request.engines}: expected 1 to {self._most} (engine.max_count). More need a run that was started, or resumed,"
                 " with a larger engine.max_count"

@@ -1,4 +1,4 @@
-"""Beside the stages of every run: engines join and leave while it goes on, as `pipelinerl scale` asks for."""
+"""Beside the stages of every run: engines join and leave while it goes on, and the trainer gets other ranks (`pipelinerl scale`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import dataclasses
 from orchestrator.peers.adaptive_concurrency import RunningLimit
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.rules.membership import Membership
+from orchestrator.stages.trainer_restart import TrainerRestart
 from pipelinerl.errors import ConfigError
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.membership import ScaleFolder, State
+from pipelinerl.runtime.membership import ScaleFolder, ScaleRequest, State
 from pipelinerl.runtime.stage import Signal
+from pipelinerl.runtime.trainer_ranks import Phase
 
 MOVE_S = 30.0
 """Seconds in which an engine that leaves has to end its sequences so that they move: a pass and a swap, no more. What takes longer begins
@@ -29,10 +31,11 @@ class Scaling:
     its prompt. Whichever way, it is then told to end, and no rollout of it is lost.
 
     takes     ScaleRequest and the word of those who start engines that some are gone, as files
-    gives     Members, as a file, which those who start engines read; Stop, to engines that leave
-    waits for an engine that leaves to answer what it has, for as long as the request allows
-    woken by  engines that answer, and the clock
-    fails     never: a request that cannot be carried out is answered with the reason, a damaged file is named once in the journal
+    gives     Members and TrainerRanks, as files, which those who start processes read; Stop, to engines that leave
+    waits for an engine that leaves to answer what it has, for as long as the request allows; the trainer (`stages.trainer_restart`)
+    woken by  engines that answer, the trainer, and the clock
+    fails     PeerSilent, where no trainer starts any more after a change of its ranks. A request that cannot be carried out is answered
+              with the reason, a damaged file is named once in the journal
     ends      cancelled, when the run ends
     """
 
@@ -44,46 +47,76 @@ class Scaling:
     credits: Signal
     """Set with every answer of an engine."""
     journal: Journal
+    trainer: TrainerRestart
     _damage: str = dataclasses.field(default="", init=False)
     """What was said last of a damaged file, which stays as it is."""
 
     async def run(self) -> None:
         self.folder.publish(self.membership.record())
-        async with asyncio.TaskGroup() as drains:
+        self.trainer.tell()
+        async with asyncio.TaskGroup() as tasks:
+            if self.trainer.change.record.phase is Phase.STARTING:  # an orchestrator that is gone had asked for it
+                tasks.create_task(self.trainer.until_started())
             while True:
-                self._look(drains)
+                self._look(tasks)
                 await asyncio.sleep(LOOK_EVERY_S)
 
-    def _look(self, drains: asyncio.TaskGroup) -> None:
+    def _look(self, tasks: asyncio.TaskGroup) -> None:
         try:
             for engine_id, reason in self.folder.take_gone().items():
                 self.engines.lost(engine_id, reason)
-            self._carry_out(drains)
+            self.trainer.look()
+            self._carry_out(tasks)
         except ConfigError as error:  # a damaged file is nobody's wish
             if str(error) != self._damage:
                 self._damage = str(error)
                 self.journal.write("scale", refused=self._damage)
         self._tell()
 
-    def _carry_out(self, drains: asyncio.TaskGroup) -> None:
+    def _carry_out(self, tasks: asyncio.TaskGroup) -> None:
         asked = self.folder.asked()
         before = self.membership.record()
         if asked is None or asked.request_id <= before.request_id:
             return
-        leaving = self.membership.scale(asked)
+        trainer = self.trainer.change
+        changes = asked.trainer is not None and asked.trainer != trainer.record.wanted
+        self._scale(asked, tasks, refused=trainer.why_not(asked.trainer) if changes and asked.trainer is not None else None)
+        if changes and asked.trainer is not None and not self.membership.record().refused:
+            engines_before = before.num_wanted if asked.engines is not None else None
+            tasks.create_task(self._change_trainer(asked.trainer, engines_before, tasks))
+
+    def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, refused: str | None = None) -> None:
+        """Have engines join or leave, or refuse all of the request."""
+        leaving = self.membership.scale(asked, refused=refused)
         record = self.membership.record()
-        self.journal.write("scale", engines=asked.engines, drain_s=asked.drain_s, started_by=asked.started_by, refused=record.refused)
+        self.journal.write(
+            "scale",
+            engines=asked.engines,
+            trainer=asked.trainer,
+            drain_s=asked.drain_s,
+            started_by=asked.started_by,
+            refused=record.refused,
+        )
         for engine in list(self.engines):
             if engine.leaves_for and self.membership.state(engine.engine_id) is State.LIVE:  # it stays after all
                 self.engines.leave(engine, "")
         for engine_id in leaving:
             if (engine := self.engines.find(engine_id)) is not None:
                 self.engines.leave(engine, f"engines={asked.engines} was asked for")
-                drains.create_task(self._drain(engine, drain_s=asked.drain_s))
+                tasks.create_task(self._drain(engine, drain_s=asked.drain_s))
         for member in record.members:  # those that have not come are not waited for
             if member.state is State.LEFT and self.engines.find(member.engine_id) is not None:
                 self.engines.dismiss(member.engine_id, member.reason)
         self.folder.publish(record)
+
+    async def _change_trainer(self, ranks: int, engines_before: int | None, tasks: asyncio.TaskGroup) -> None:
+        """Change the trainer's ranks once engines that leave have left; where that fails, have as many engines as before."""
+        while self.membership.is_draining():  # each is given up after its own deadline
+            await self.credits.wait()
+        if not await self.trainer.carry_out(ranks) and engines_before is not None:
+            newest = self.membership.record().request_id
+            self._scale(ScaleRequest(request_id=newest + 1, engines=engines_before), tasks)
+            self._tell()
 
     async def _drain(self, engine: Engine, *, drain_s: float) -> None:
         try:

@@ -70,12 +70,17 @@ class Training:
     """Set when every step is trained, the last policy is published and its checkpoint written."""
     last_version: int = 0
     """The newest policy that the trainer has published."""
+    is_held: bool = False
+    """True where no row of a step is given that has none given yet: the trainer is to stop between two steps."""
+    _newest_given: int = dataclasses.field(init=False)
+    """The newest step of which this trainer was given anything."""
     _pulls: dict[tuple[int, int, int], TakeMicroBatch] = dataclasses.field(default_factory=dict, init=False)
     """Unanswered pulls, by replica, step and index: asking again changes nothing."""
     _suspects: RowSuspects = dataclasses.field(init=False)
     session: TrainerSession = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        self._newest_given = max(self.steps.open, default=-1)  # a trainer that outlives an orchestrator may have rows of any of these
         self._suspects = RowSuspects(steps=self.steps, quarantine=self.quarantine, ledger=self.ledger)
         self.session = TrainerSession(
             trainer=self.trainer,
@@ -88,7 +93,7 @@ class Training:
             ledger=self.ledger,
             progress=self.progress,
             watch=self.watch,
-            on_replaced=self._pulls.clear,
+            on_replaced=self._on_replaced,
             on_moved=self._on_moved,
         )
         self.alternation.num_closed, self.alternation.begin_training = self.session.num_closed, self._answer_pulls
@@ -116,6 +121,20 @@ class Training:
     def _is_far_ahead(self) -> bool:
         """True where rows of steps after the one being trained fill the bytes that may wait."""
         return self.steps.num_bytes_ahead >= self.rows.bound_bytes
+
+    @property
+    def is_between_steps(self) -> bool:
+        """True where the trainer has no row of a step that is not done."""
+        return self.session.is_whole and not self.session.is_starting and self._newest_given < self.steps.num_done
+
+    def release(self) -> None:
+        """Give rows of the next step again."""
+        self.is_held = False
+        self._answer_pulls()
+
+    def _on_replaced(self) -> None:
+        self._pulls.clear()
+        self._newest_given = -1
 
     def _explain(self) -> str | None:
         """Name what the trainer owes, for the report of a stall."""
@@ -154,20 +173,24 @@ class Training:
             answer = self._answer(pull) if self.alternation.may_train_step(pull.step) else None
             if answer is not None:
                 del self._pulls[key]
+                self._newest_given = max(self._newest_given, pull.step)
                 if self.trainer.send(f"trainer-{pull.replica}", answer):
                     self.watch.moved()
 
     def _answer(self, pull: TakeMicroBatch) -> MicroBatch | StepClosed | None:
         if (step := self.steps.open.get(pull.step)) is None or (self.holds_batches and step.end is None):
             return None
-        number = pull.index * self.num_replicas + pull.replica
+        if self.is_held and pull.step > self._newest_given:
+            return None
+        num_replicas = self.session.num_replicas
+        number = pull.index * num_replicas + pull.replica
         loss = self.ledger.losses.of(pull.step)
         if number < len(step.rows):
             samples = () if number in step.quarantined else step.rows[number].samples
             return micro_batch_of(samples, step=pull.step, index=pull.index, teachers=self.teachers, loss=loss.name)
         if step.end is None:
             return None
-        if pull.index < (num_micro_batches := -(-len(step.rows) // self.num_replicas)):
+        if pull.index < (num_micro_batches := -(-len(step.rows) // num_replicas)):
             return micro_batch_of((), step=pull.step, index=pull.index, teachers=self.teachers, loss=loss.name)
         return StepClosed(
             step=pull.step,

@@ -1,10 +1,12 @@
-"""`pipelinerl scale`: engines join and leave a live run."""
+"""`pipelinerl scale`: engines join and leave a live run, and its trainer gets other ranks."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -20,18 +22,20 @@ commands = typer.Typer()
 @commands.command(rich_help_panel=PANEL)
 def scale(
     run_folder: RunFolder,
-    wanted: Annotated[list[str] | None, typer.Argument(metavar="[engines=N]", help="without it: which engines there are")] = None,
+    wanted: Annotated[list[str] | None, typer.Argument(metavar="[engines=N] [trainer=N]", help="without: what there is")] = None,
     drain_s: Annotated[float, typer.Option(help="seconds that engines which leave may take to end what they have")] = 60.0,
     elsewhere: Annotated[bool, typer.Option("--elsewhere", help="another machine, or job, is to start those that join")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="of a run under Slurm: hand the jobs of those that join to sbatch")] = False,
 ) -> None:
-    """Have engines join a live run, or leave it, until it has N.
+    """Have engines join a live run, or leave it, until it has N; or have its trainer go on with N ranks.
 
         pipelinerl scale runs/run-20260101-120000 engines=4
         pipelinerl scale runs/run-20260101-120000 engines=1 --drain-s 300
+        pipelinerl scale runs/run-20260101-120000 engines=2 trainer=2
 
     Those that join begin on this run's machine; of a run under Slurm a job is written, and submitted with --submit. Those that leave take
-    no new work; what they have not ended after --drain-s seconds goes on in others, with its tokens.
+    no new work; what they have not ended after --drain-s seconds goes on in others, with its tokens. The trainer saves between two steps
+    and starts anew, on devices that are free then.
     """
     from pipelinerl.config.file import load_run
     from pipelinerl.launch import scaling
@@ -45,6 +49,7 @@ def scale(
         if (found := ScaleFolder(run_folder).members()) is None:
             raise ConfigError(f"{run_folder} has no engines so far: no orchestrator of it has said which")
         console.print(_table(found))
+        _tell_trainer(run_folder)
         if not scaling.is_live(run_folder):
             console.print("no orchestrator of this run listens: it has ended, or is only starting, and this is what was said last")
         return
@@ -52,8 +57,9 @@ def scale(
     if submit and not is_slurm:
         raise ConfigError(f"--submit: {run_folder} is not a run under Slurm")
     started_by = StartedBy.JOB if elsewhere or is_slurm else StartedBy.LAUNCHER
-    found = scaling.ask(run_folder, engines=scaling.wanted_of(wanted), drain_s=drain_s, started_by=started_by)
+    found = scaling.ask(run_folder, scaling.wanted_of(wanted), drain_s=drain_s, started_by=started_by)
     console.print(_table(found))
+    _tell_trainer(run_folder)
     waiting = [one for one in found.members if one.state is State.JOINING and one.request_id == found.request_id]
     joining = [one.engine_id for one in waiting if one.started_by is StartedBy.JOB]
     if joining and is_slurm and not elsewhere:
@@ -79,3 +85,12 @@ def _table(found: Members) -> Table:
     for one in found.members:
         table.add_row(str(one.engine_id), one.state, one.started_by, escape(one.reason))
     return table
+
+
+def _tell_trainer(run_folder: Path) -> None:
+    """Print how many ranks the trainer has."""
+    from pipelinerl.observe.fold.rows import TrainerRanksRow, read
+    from pipelinerl.runtime.membership import ScaleFolder
+
+    if (record := ScaleFolder(run_folder).trainer()) is not None:
+        console.print(escape(read(TrainerRanksRow, msgspec.structs.asdict(record)).words), soft_wrap=True, highlight=False)

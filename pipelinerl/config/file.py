@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from pipelinerl.config import Config, Section
+from pipelinerl.config.backends import check_model
+from pipelinerl.config.layout import check_layout
 from pipelinerl.config.renamed import renamed, renamed_value
 from pipelinerl.config.validation import no_quantised_engine, problems_between_sections
 from pipelinerl.errors import ConfigError
@@ -60,6 +62,16 @@ def load_run(run_folder: Path, *, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(tree, override)
     return parse(tree, origin=str(path), for_run=False)  # it was, when the run began
+
+
+def with_ranks(config: Config, ranks: int) -> Config:
+    """The same settings with another `trainer.ranks`. Raises `ConfigError` where they make no trainer, or the model cannot be cut so."""
+    tree = config.model_dump(mode="json")
+    tree["trainer"]["ranks"] = ranks
+    changed = parse(tree, origin=f"with {ranks} ranks of the trainer", for_run=False)
+    check_layout(changed.trainer.layout, changed.model.path)
+    check_model(changed.trainer.backend, changed.trainer.layout, changed.model.path)
+    return changed
 
 
 def read_settings(run_folder: Path) -> tuple[object, dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""Which runs engines may join and leave while they are live (`pipelinerl scale`)."""
+"""Which runs may get other engines, or another number of trainer ranks, while they are live (`pipelinerl scale`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pipelinerl.config.modes import Placement
-from pipelinerl.config.sections import EngineSection, PipelineSection, WeightsSection
+from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, TrainerSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
 
 
@@ -18,6 +18,24 @@ def why_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker: Tinker
     if tinker is not None:
         return "`pipelinerl serve` keeps the engines that it begins with"
     return None
+
+
+def why_trainer_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker: TinkerSection | None, lora: LoraSection) -> str | None:
+    """Say why a run's trainer keeps the ranks that it began with; None where it may get others."""
+    if lora.rank:
+        return f"lora.rank is {lora.rank}: a trainer of adapters keeps its ranks"
+    return why_fixed(pipeline, weights, tinker)
+
+
+def trainer_may_change(
+    trainer: TrainerSection, pipeline: PipelineSection, weights: WeightsSection, tinker: TinkerSection | None, lora: LoraSection
+) -> Iterator[str]:
+    if trainer.max_ranks is None:
+        return
+    if trainer.max_ranks < trainer.ranks:
+        yield f"trainer.max_ranks is {trainer.max_ranks} but trainer.ranks is {trainer.ranks}: raise it, or leave it out."
+    elif trainer.max_ranks > trainer.ranks and (why := why_trainer_fixed(pipeline, weights, tinker, lora)) is not None:
+        yield f"trainer.max_ranks is {trainer.max_ranks}, and no rank can join {trainer.ranks}: {why}. Leave it out."
 
 
 def engines_may_join(

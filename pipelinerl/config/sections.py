@@ -230,6 +230,9 @@ class TrainerSection(Section):
         description="whose code computes the policy: fsdp2 (transformers' models, every family), torchtitan or megatron (Megatron-Core)",
     )
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
+    max_ranks: PositiveInt | None = Field(
+        None, description="ranks to which `pipelinerl scale RUN trainer=N` may bring a live run; default: twice ranks, and 8 at least"
+    )
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     epochs: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
     learning_rate: PositiveFloat | None = Field(None, description="peak; default: 1e-6, and 1e-5 for adapters (lora.rank)")
@@ -268,6 +271,11 @@ class TrainerSection(Section):
     def layout(self) -> Layout:
         """Return how the ranks share the model."""
         return Layout(ranks=self.ranks, **self.parallel.model_dump())
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that the trainer of a live run may come to have: keys are made for as many. A larger number costs a small file for each."""
+        return self.max_ranks or max(8, 2 * self.ranks)
 
 
 class ReferenceSection(Section):

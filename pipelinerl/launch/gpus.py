@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError
@@ -86,16 +86,50 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
     return placed, Placement(gpus=tuple(gpus), taken=taken, first_rank=ranks.start)
 
 
-def place_joined(config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu]) -> Role:
-    """Deal engines that join a live run what its other processes on this machine leave. Raises `ConfigError` where it is too little."""
-    groups = [value for other in others for option, value in itertools.pairwise(other.command) if option == "--gpus"]
-    taken = {uuid for group in groups for uuid in group.split(",")}
-    free = [gpu for gpu in gpus if gpu.uuid not in taken]
+def place_joined(config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[int] = ()) -> Role:
+    """Deal engines that join a live run what its other processes on this machine leave; engines that are `gone` leave what they had.
+
+    Raises `ConfigError` where it is too little.
+    """
+    free = _free(others, gpus, gone=gone)
     if gpus and not free and not config.engine.shares_gpus:
         raise ConfigError(f"every GPU of this machine is taken by the run: {said(gpus)}. Have another machine start them: --elsewhere")
     own = config.model_copy(update={"engine": config.engine.model_copy(update={"gpus": ()})})
     (placed,), _ = place(own, (role,), free or gpus, is_alone=False)
     return placed
+
+
+def place_trainer(
+    config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, ranks: int, gone: Collection[int] = ()
+) -> Role:
+    """Deal a live run's trainer of so many ranks what the run's other processes on this machine leave, first what `trainer.gpus` names.
+
+    Raises `ConfigError` where it is too little.
+    """
+    free = _free(others, gpus, gone=gone)
+    if gpus and len(free) < ranks and not config.engine.shares_gpus:
+        raise ConfigError(
+            f"a trainer of {ranks} ranks needs as many GPUs of this machine, and the run's other processes leave {len(free)} of"
+            f" {len(gpus)}: {said(free) or 'none'}. Have engines leave in the same call: engines=N"
+        )
+    first = (
+        {gpu.uuid for gpu in named(config.trainer.gpus, gpus, key="trainer.gpus", is_alone=False)} if config.trainer.gpus else set[str]()
+    )
+    ordered = sorted(free or gpus, key=lambda gpu: gpu.uuid not in first)
+    own = config.model_copy(update={"trainer": config.trainer.model_copy(update={"gpus": (), "ranks": ranks})})
+    (placed,), _ = place(own, (role,), ordered, is_alone=False)
+    return placed
+
+
+def _free(others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[int]) -> list[Gpu]:
+    """The GPUs that no process has. Each engine's are an option of its process, in the order of its engines."""
+    taken: set[str] = set()
+    for other in others:
+        groups = [value for option, value in itertools.pairwise(other.command) if option == "--gpus"]
+        left = gone if len(groups) == len(other.engine_ids) else ()
+        owners = other.engine_ids if left else (None,) * len(groups)
+        taken |= {uuid for group, owner in zip(groups, owners, strict=True) if owner not in left for uuid in group.split(",")}
+    return [gpu for gpu in gpus if gpu.uuid not in taken]
 
 
 def _deal(config: Config, wanted: Mapping[str, Mapping[str, int]], gpus: Sequence[Gpu], *, is_alone: bool) -> dict[str, tuple[Gpu, ...]]:

@@ -26,14 +26,16 @@ from pipelinerl.errors import ConfigError, LeaseError, PeerGone
 from pipelinerl.launch import processes
 from pipelinerl.launch.gpus import place_joined
 from pipelinerl.launch.processes import Processes
-from pipelinerl.launch.roles import Role, joined_engines
+from pipelinerl.launch.roles import TRAINER, Role, joined_engines
 from pipelinerl.launch.run_folder import forget_endpoints
+from pipelinerl.launch.trainer_starts import TrainerStarts, gone_engines, starts_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
 from pipelinerl.runtime.membership import ScaleFolder, StartedBy, State
 from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
 from pipelinerl.runtime.restarts import Restarts
+from pipelinerl.runtime.trainer_ranks import Phase
 from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
 
 SAVE_GRACE_S = 60.0
@@ -56,6 +58,7 @@ def launcher_of(
         roles,
         run_folder,
         joined=None if lease is None else functools.partial(_joined, config, run_folder),
+        trainers=None if lease is None else starts_of(config, run_folder, roles),
         restarts=Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s),
         stopped_limit_s=config.pipeline.stall_limit_s,
         lease=lease,
@@ -66,7 +69,8 @@ def launcher_of(
 
 def _joined(config: Config, run_folder: Path, engine_id: int, others: Iterable[Role]) -> Role:
     """The role of an engine that joins a run on this machine. Raises `ConfigError` where there is no GPU for it."""
-    return place_joined(config, joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER), others, usable_gpus())
+    role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER)
+    return place_joined(config, role, others, usable_gpus(), gone=gone_engines(run_folder))
 
 
 class Launcher:
@@ -83,8 +87,10 @@ class Launcher:
         early: EarlyProcesses | None = None,
         is_orchestrator: bool = False,
         joined: Callable[[int, Iterable[Role]], Role] | None = None,
+        trainers: TrainerStarts | None = None,
     ) -> None:
         """`joined` makes the role of an engine that joins, on what the other roles leave of this machine; None where none join here.
+        `trainers` says which trainer is started; None where it is always the one of `roles`.
 
         `lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
         `early`: processes that have begun already, each of which becomes the first one of its role.
@@ -100,6 +106,7 @@ class Launcher:
         """The process whose end is the end of the run: the orchestrator, or on another node the first of its processes."""
         self._run_folder = run_folder
         self._joined = joined
+        self._trainers = trainers
         self._scale = ScaleFolder(run_folder)
         self._begun: set[tuple[int, int]] = set()
         """(engine, request) of those that have joined."""
@@ -167,7 +174,7 @@ class Launcher:
             while (failed := await self._wait()) is not None:
                 if (wait_s := self._wait_to_restart(failed)) is not None:
                     await self._restart(failed, wait_s=wait_s)
-                elif self._roles[failed].is_spare and self._first != failed and not self._is_overdue:
+                elif self._is_dispensable(failed):
                     self._give_up(failed)
                 else:
                     break
@@ -179,6 +186,10 @@ class Launcher:
                 unlink_buffers(run_token(self._run_folder))
 
     async def _start(self, name: str) -> None:
+        if name == TRAINER and self._trainers is not None:
+            has_ended = {other for other in self._processes.started_at if not self._processes.is_running(other)}
+            others = [role for role in self._roles.values() if role.name not in {name, *has_ended}]
+            self._roles[name] = self._trainers.role(self._roles[name], others)
         await self._processes.start(self._roles[name], self._tasks)
         self._running.add(name)
 
@@ -194,6 +205,8 @@ class Launcher:
                 return min(self._running)
             self._running.discard(name)
             is_process = name in self._roles
+            if name == TRAINER and self._trainers is not None and self._is_live() and self._trainers.is_due():
+                continue  # however it ended: the next one starts from what it has saved
             if is_process and self._was_ended_unprepared(name):
                 return None
             if is_process and self._processes.exit_code(name) and not self._is_over_for(name):
@@ -258,7 +271,27 @@ class Launcher:
             self._kill_stopped()
             self._renew_lease()
             await self._start_dismissed_again()
+            await self._start_next_trainer()
             await self._start_joined()
+
+    def _is_live(self) -> bool:
+        """Return whether anything is still started: the orchestrator lives, and nobody has told the run to end."""
+        return self._deadline_s is None and not self._num_interrupts
+
+    async def _start_next_trainer(self) -> None:
+        """Start the trainer of a change once the one before has ended; kill that where it is late."""
+        if self._trainers is None or not self._is_live() or not self._trainers.is_due():
+            return
+        if self._processes.is_running(TRAINER):
+            if self._trainers.is_overdue():
+                note(self._run_folder, "the trainer has not ended for the one that is to take its place; killing it")
+                self._processes.signal(TRAINER, signal.SIGKILL)
+        elif TRAINER not in self._running:  # its end is dealt with
+            try:
+                await self._start(TRAINER)
+                note(self._run_folder, f"the trainer starts anew: {self._roles[TRAINER]}")
+            except ConfigError as error:
+                self._trainers.tell_failed(str(error))
 
     def _replace(self) -> None:
         """Kill the processes that the orchestrator asks to have replaced."""
@@ -300,18 +333,20 @@ class Launcher:
 
     async def _start_dismissed_again(self) -> None:
         """Start processes again that were told to end by an orchestrator that was killed before it ended itself."""
-        if self._deadline_s is not None or self._num_interrupts or self._first != "orchestrator":
+        if not self._is_live() or self._first != "orchestrator":
             return
         for name in self._restarts.rejoining(now_s=time.time()):
-            if self._has_left(name):
+            if self._has_left(name) or self._processes.is_running(name):
                 continue
             note(self._run_folder, f"{name} was told to end by an orchestrator that is gone; starting it again")
             await self._start(name)
 
     async def _start_joined(self) -> None:
         """Start the engines that the orchestrator has let join, and this launcher is to start."""
-        if self._joined is None or self._deadline_s is not None or self._num_interrupts:
+        if self._joined is None or not self._is_live():
             return
+        if (trainer := self._scale.trainer()) is not None and trainer.phase is not Phase.SETTLED:
+            return  # they may be meant for what the trainer is to leave
         members = self._scale.members()
         for member in members.members if members is not None else ():
             is_ours = (member.started_by, member.state) == (StartedBy.LAUNCHER, State.JOINING)
@@ -330,6 +365,12 @@ class Launcher:
                 note(self._run_folder, f"{role.name} joins the run")
                 await self._start(role.name)
 
+    def _is_dispensable(self, failed: str) -> bool:
+        """Return whether the run goes on without a process that failed: an engine that has joined, or a trainer that is to prove itself."""
+        if failed == TRAINER and self._trainers is not None and self._is_live():
+            return self._trainers.is_on_trial()
+        return self._roles[failed].is_spare and self._first != failed and not self._is_overdue
+
     def _has_left(self, name: str) -> bool:
         """Return whether all engines of a process have left the run, as they were asked to."""
         members = self._scale.members()
@@ -338,11 +379,15 @@ class Launcher:
         return bool(own) and left.issuperset(own)
 
     def _give_up(self, failed: str) -> None:
-        """Go on without engines that have joined and failed."""
+        """Go on without engines that have joined and failed, or with the trainer of before: whose place it was to take says why."""
         self._failed_at = time.time()
         reason = self._explain(failed)
         self._processes.put_failures_away()
-        self._tell_gone(self._roles[failed].engine_ids, reason.partition("\n")[0])
+        if failed == TRAINER and self._trainers is not None:
+            note(self._run_folder, f"the trainer of another number of ranks does not start: {reason}")
+            self._trainers.tell_failed(reason)
+        else:
+            self._tell_gone(self._roles[failed].engine_ids, reason.partition("\n")[0])
 
     def _tell_gone(self, engine_ids: Sequence[int], reason: str) -> None:
         note(self._run_folder, f"the run goes on without engines {', '.join(map(str, engine_ids))}: {reason}")

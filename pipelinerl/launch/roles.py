@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
+from pipelinerl.config.scaling import why_trainer_fixed
 from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.membership import StartedBy
 from pipelinerl.runtime.parts import engines_of, share_of
 from pipelinerl.runtime.sidecars import Sidecar
 from pipelinerl.upload import uploader
+
+TRAINER = "trainer"
+"""The name of the trainer's process, where one machine has all of its ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +67,16 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
         *([Role(name="gateway-0", command=(python, "-m", "pipelinerl.gateway", *run), has_nothing_to_save=True)] if config.gateway else []),
         *(
             Role(name=name, command=(python, "-m", program, *run, *part), begins_early=program == "trainer")
-            for name, part in _parts("trainer", trainer_nodes)
+            for name, part in _parts(TRAINER, trainer_nodes)
             for program in [_trainer(config, part)]
         ),
     )
+
+
+def trainer_of(config: Config, run_folder: Path) -> Role:
+    """The trainer of a live run with other ranks than it began with: they are named, since the run's settings are not written anew."""
+    command = (sys.executable, "-m", _trainer(config, ()), "--run-folder", str(run_folder), "--ranks", str(config.trainer.ranks))
+    return Role(name=TRAINER, command=command)
 
 
 def processes_beside_script(config: Config, run_folder: Path) -> tuple[Role, ...]:
@@ -134,6 +144,13 @@ def _trainer(config: Config, part: tuple[str, ...]) -> str:
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
     num_scorers = 0 if config.tinker is not None else 1 + config.prm.is_used
-    counts = {"engine": config.engine.most, "scorer": num_scorers, "trainer": config.trainer.layout.replicas}
+    counts = {"engine": config.engine.most, "scorer": num_scorers, "trainer": _most_replicas(config)}
     counts["gateway"] = int(config.gateway is not None)
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))
+
+
+def _most_replicas(config: Config) -> int:
+    """Replicas that the trainer may come to have; one where settings keep its ranks has those that it begins with."""
+    trainer = config.trainer
+    is_fixed = why_trainer_fixed(config.pipeline, config.weights, config.tinker, config.lora) is not None
+    return trainer.layout.replicas if is_fixed else max(trainer.layout.replicas, trainer.most_ranks // trainer.layout.ranks_per_replica)

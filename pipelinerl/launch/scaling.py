@@ -1,16 +1,18 @@
-"""Asks a live run for another number of engines, and follows what becomes of the request (`pipelinerl scale`)."""
+"""Asks a live run for another number of engines or trainer ranks, and follows what becomes of the request (`pipelinerl scale`)."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.config.file import load_run
-from pipelinerl.config.scaling import why_fixed
+from pipelinerl.config import Config
+from pipelinerl.config.file import load_run, with_ranks
+from pipelinerl.config.scaling import why_fixed, why_trainer_fixed
 from pipelinerl.errors import ConfigError, PeerRefused, PeerSilent
-from pipelinerl.launch.run_folder import is_finished
+from pipelinerl.launch.run_folder import SCRIPT_FILE, is_finished
 from pipelinerl.runtime.membership import MAX_DRAIN_S, Members, ScaleFolder, ScaleRequest, StartedBy
 from pipelinerl.transport.endpoint import is_listening, read_endpoint
 
@@ -20,27 +22,44 @@ LOOK_EVERY_S = 0.1
 """Seconds between two looks for its answer, which is a file."""
 
 
-def wanted_of(words: Sequence[str]) -> int:
-    """Return N of `engines=N`. Raises `ConfigError`."""
-    found = re.fullmatch(r"engines=(\d{1,6})", words[0]) if len(words) == 1 else None
-    if found is None:
-        raise ConfigError(f"{' '.join(words)}: expected engines=N, the number of engines that the run is to have, such as engines=4")
-    return int(found[1])
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a run is asked for. None: what it has."""
+
+    engines: int | None = None
+    trainer: int | None = None
+    """Ranks."""
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={count}" for name, count in (("engines", self.engines), ("trainer", self.trainer)) if count is not None)
 
 
-def ask(run_folder: Path, *, engines: int, drain_s: float, started_by: StartedBy) -> Members:
-    """Ask for a number of engines and return the run's engines, as its orchestrator has answered.
+def wanted_of(words: Sequence[str]) -> Wanted:
+    """Return what `engines=N` and `trainer=N` say. Raises `ConfigError`."""
+    found = [re.fullmatch(r"(engines|trainer)=(\d{1,6})", word) for word in words]
+    counts = {one[1]: int(one[2]) for one in found if one is not None}
+    if not counts or len(counts) < len(words):
+        raise ConfigError(
+            f"{' '.join(words)}: expected engines=N, the number of engines that the run is to have, such as engines=4, trainer=N, the ranks"
+            " that its trainer is to have, or both"
+        )
+    return Wanted(**counts)
+
+
+def ask(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: StartedBy) -> Members:
+    """Ask for a number of engines, or of trainer ranks, and return the run's engines, as its orchestrator has answered.
 
     Raises `ConfigError` for what cannot be asked of this run, `PeerRefused` with the orchestrator's words, and `PeerSilent` without any.
     """
-    check(run_folder, engines=engines, drain_s=drain_s, started_by=started_by)
+    check(run_folder, wanted, drain_s=drain_s, started_by=started_by)
     folder, number = ScaleFolder(run_folder), time.time_ns()
-    folder.ask(ScaleRequest(request_id=number, engines=engines, drain_s=drain_s, started_by=started_by))
+    request = ScaleRequest(request_id=number, engines=wanted.engines, trainer=wanted.trainer, drain_s=drain_s, started_by=started_by)
+    folder.ask(request)
     end = time.monotonic() + ANSWER_S
     while (found := folder.members()) is None or found.request_id < number:
         if time.monotonic() > end:
             raise PeerSilent(
-                f"waited {ANSWER_S:g} s for the orchestrator of {run_folder} to answer engines={engines}; see logs/orchestrator.log there"
+                f"waited {ANSWER_S:g} s for the orchestrator of {run_folder} to answer {wanted}; see logs/orchestrator.log there"
             )
         time.sleep(LOOK_EVERY_S)
     if found.request_id == number and found.refused:
@@ -59,7 +78,7 @@ def is_live(run_folder: Path) -> bool:
     return is_listening(run_folder / "endpoints" / "engine.json")
 
 
-def check(run_folder: Path, *, engines: int, drain_s: float, started_by: StartedBy) -> None:
+def check(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: StartedBy) -> None:
     """Refuse what cannot be asked of this run. Raises `ConfigError`."""
     check_is_run(run_folder)
     config = load_run(run_folder)
@@ -67,10 +86,12 @@ def check(run_folder: Path, *, engines: int, drain_s: float, started_by: Started
         raise ConfigError(f"{run_folder} is a run of several policies, which keep the engines that they began with")
     if (why := why_fixed(config.pipeline, config.weights, config.tinker)) is not None:
         raise ConfigError(f"{run_folder} keeps its {config.engine.count} engines: {why}")
-    if not 1 <= engines <= config.engine.most:
+    if wanted.trainer is not None:
+        _check_trainer(config, run_folder, wanted.trainer)
+    if wanted.engines is not None and not 1 <= wanted.engines <= config.engine.most:
         raise ConfigError(
-            f"engines={engines}: expected 1 to {config.engine.most}, the most that this run may have. A run needs one at least; more than"
-            f" {config.engine.most} need engine.max_count, with which it is started or resumed"
+            f"engines={wanted.engines}: expected 1 to {config.engine.most}, the most that this run may have. A run needs one at least; more"
+            f" than {config.engine.most} need engine.max_count, with which it is started or resumed"
         )
     if not 0 <= drain_s <= MAX_DRAIN_S:
         raise ConfigError(f"--drain-s {drain_s:g}: expected 0 to {MAX_DRAIN_S:g} seconds")
@@ -84,3 +105,22 @@ def check(run_folder: Path, *, engines: int, drain_s: float, started_by: Started
             f"the orchestrator of {run_folder} listens on {address} alone, where no other machine reaches it. Start, or resume, the run"
             " with run.interface, the network that its machines share"
         )
+
+
+def _check_trainer(config: Config, run_folder: Path, ranks: int) -> None:
+    """Refuse ranks that the run's trainer cannot have. Its orchestrator looks at the same once more."""
+    if (run_folder / "roles.json").exists():
+        raise ConfigError(
+            f"trainer={ranks}: {run_folder} has its processes dealt to the nodes of a job (Slurm, Kubernetes, Ray), where the trainer keeps"
+            " the ranks that the job began with. Submit it again with another trainer.ranks: it goes on from its checkpoint"
+        )
+    if (run_folder / SCRIPT_FILE).exists():
+        raise ConfigError(f"trainer={ranks}: {run_folder} is a script's, whose trainer keeps the ranks that it began with")
+    if (why := why_trainer_fixed(config.pipeline, config.weights, config.tinker, config.lora)) is not None:
+        raise ConfigError(f"{run_folder} keeps its {config.trainer.ranks} ranks of the trainer: {why}")
+    if not 1 <= ranks <= config.trainer.most_ranks:
+        raise ConfigError(
+            f"trainer={ranks}: expected 1 to {config.trainer.most_ranks}, the most that this run may have. More need trainer.max_ranks,"
+            " with which it is started or resumed"
+        )
+    with_ranks(config, ranks)

@@ -74,7 +74,10 @@ class PlainLines:
                 return f"engine {line.get('engine_id')} is gone"
             case "scale", _:
                 refused = line.get("refused")
-                return f"engines={line.get('engines')} is asked for" + (f", and refused: {refused}" if refused else "")
+                wanted = " ".join(f"{name}={line[name]}" for name in ("engines", "trainer") if line.get(name) is not None)
+                return f"{wanted} is asked for" + (f", and refused: {refused}" if refused else "")
+            case _, rows.TrainerRanksRow() as trainer if trainer.epoch:
+                return trainer.words
             case _, rows.MemberRow() as member if member.state != "live":  # of those that are, `joined` tells
                 return f"engine {member.engine_id} is {member.state}".replace("is left", "has left") + f": {member.reason}".rstrip(": ")
             case "trainer", _:

@@ -217,6 +217,8 @@ def _engines(state: RunState) -> RenderableType:
         told = ", ".join(f"engine {one.engine_id} {one.state}" for one in status.members[:MEMBERS_SHOWN])
         more = len(status.members) - MEMBERS_SHOWN
         gauges.append(f"   {told}{f' and {more} more' if more > 0 else ''}", style="yellow")
+    if state.trainer_ranks is not None and state.trainer_ranks.phase != "settled":
+        gauges.append(f"   {state.trainer_ranks.words}", style="yellow")
     gauges.append(f"   {units.whole_percent(state.engine_empty_fraction)} of slots empty, admission closed", style="dim")
     return gauges
 

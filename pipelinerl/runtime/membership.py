@@ -2,6 +2,7 @@
 
 `request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
 it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` when they will not serve any more.
+`trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.trainer_ranks import TrainerFailed, TrainerRanks
 
 MAX_ENGINES = 1 << 16
 """Engines of a run. A larger value only lets a damaged file fill memory."""
@@ -75,12 +77,15 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The wish for a number of engines."""
+    """The wish for a number of engines, of ranks of the trainer, or both."""
 
     request_id: int
     """Larger than that of every request before it."""
-    engines: int
-    drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)]
+    engines: int | None = None
+    """None: as many as there are."""
+    trainer: int | None = None
+    """Ranks of the trainer; None: as many as it has."""
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] = 60.0
     """Seconds that engines which leave may take to end what they have; then it goes on in others."""
     started_by: StartedBy = StartedBy.LAUNCHER
     """Who is to start those that come."""
@@ -92,7 +97,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
 
 
-_T = TypeVar("_T", ScaleRequest, Members, Gone)
+_T = TypeVar("_T", ScaleRequest, Members, Gone, TrainerRanks, TrainerFailed)
 
 
 class ScaleFolder:
@@ -133,6 +138,22 @@ class ScaleFolder:
             if gone is not None and (number := path.stem.removeprefix("gone-")).isdecimal():
                 found[int(number)] = gone.reason
         return found
+
+    def publish_trainer(self, ranks: TrainerRanks) -> None:
+        """Say how many ranks the trainer has; the orchestrator alone does."""
+        self._write("trainer.json", ranks)
+
+    def trainer(self) -> TrainerRanks | None:
+        """Return the trainer's ranks; None where no orchestrator has said how many."""
+        return self._read(self._folder / "trainer.json", TrainerRanks)
+
+    def tell_trainer_failed(self, epoch: int, reason: str) -> None:
+        """Leave word that the trainer of a change does not start."""
+        self._write("trainer-failed.json", TrainerFailed(epoch=epoch, reason=reason))
+
+    def trainer_failed(self) -> TrainerFailed | None:
+        """Return the last word about a trainer that does not start; None where there was none."""
+        return self._read(self._folder / "trainer-failed.json", TrainerFailed)
 
     def _write(self, name: str, value: msgspec.Struct) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -659,6 +659,7 @@ KEYS = [
     "trainer.steps",
     "trainer.backend",
     "trainer.ranks",
+    "trainer.max_ranks",
     "trainer.parallel.shard",
     "trainer.parallel.context",
     "trainer.parallel.tensor",

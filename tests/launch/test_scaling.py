@@ -110,7 +110,7 @@ def test_a_live_run_grows_shrinks_and_outlives_an_engine_that_is_killed_while_it
     processes.wait_until(lambda: len(victims.find("engine", live)) == 1, what="an engine that has left goes on")
     before = steps(live)
     processes.wait_until(lambda: steps(live) >= before + 3, what="the run stands still with one engine")
-    scaling.ask(live, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+    scaling.ask(live, scaling.Wanted(engines=2), drain_s=1.0, started_by=StartedBy.LAUNCHER)
     wait_for(live, 1, State.LIVE)
     for engines, drain_s, started_by, said in (
         (0, 1.0, StartedBy.LAUNCHER, "engines=0: expected 1 to 4"),
@@ -119,7 +119,7 @@ def test_a_live_run_grows_shrinks_and_outlives_an_engine_that_is_killed_while_it
         (3, 1.0, StartedBy.JOB, "where no other machine reaches it"),
     ):
         with pytest.raises(ConfigError, match=said):
-            scaling.ask(live, engines=engines, drain_s=drain_s, started_by=started_by)
+            scaling.ask(live, scaling.Wanted(engines=engines), drain_s=drain_s, started_by=started_by)
     refused = scale(live, "engines=2", "--submit")
     assert refused.returncode == 1
     assert "is not a run under Slurm" in refused.stderr
@@ -129,7 +129,7 @@ def test_a_live_run_grows_shrinks_and_outlives_an_engine_that_is_killed_while_it
 
 def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run's folder"):
-        scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+        scaling.ask(tmp_path, scaling.Wanted(engines=2), drain_s=1.0, started_by=StartedBy.LAUNCHER)
     with pytest.raises(ConfigError, match=f"^no run at {tmp_path / 'nope'}$"):
         scaling.check_is_run(tmp_path / "nope")
     for words in (["engines=two"], ["4"], ["engines=2", "engines=3"], ["trainer.steps=4"]):
@@ -142,11 +142,11 @@ def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> Non
     ):
         write_run(tmp_path, parse(settings | sections, origin="test"))
         with pytest.raises(ConfigError, match=said):
-            scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+            scaling.ask(tmp_path, scaling.Wanted(engines=2), drain_s=1.0, started_by=StartedBy.LAUNCHER)
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "orchestrator.jsonl").write_text('{"t": 1.0, "kind": "end", "reason": "finished"}')
     with pytest.raises(ConfigError, match="is finished: it needs no engines"):
-        scaling.ask(tmp_path, engines=2, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+        scaling.ask(tmp_path, scaling.Wanted(engines=2), drain_s=1.0, started_by=StartedBy.LAUNCHER)
 
 
 def test_the_engines_of_a_run_that_has_ended_are_told_as_what_was_said_last(tmp_path: Path) -> None:

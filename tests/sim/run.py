@@ -141,6 +141,9 @@ class Beside:
     """Of the engines."""
     world: peers.World
     run: Run
+    trainer_hub: MemoryHub
+    record: peers.TrainerRecord
+    """What trainers have seen."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +211,15 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
         async with asyncio.timeout(given.limit_s), asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in _peers(settings, given=given, hubs=hubs, record=record)]
             if given.beside is not None:
-                beside = Beside(folder=ScaleFolder(folder), settings=settings, hub=hubs[0], world=given.world, run=whole)
+                beside = Beside(
+                    folder=ScaleFolder(folder),
+                    settings=settings,
+                    hub=hubs[0],
+                    world=given.world,
+                    run=whole,
+                    trainer_hub=hubs[2],
+                    record=record,
+                )
                 tasks.append(group.create_task(given.beside(beside)))
             ending = await whole.run() if given.script is None else await _scripted(whole, settings, folder=folder, script=given.script)
             await asyncio.sleep(10.0)

@@ -69,13 +69,13 @@ def go_on(
     return {"before": before, "after": after, "tensors": tensors}
 
 
-def _train(step: Step, replicas: Replicas, *, version: int) -> None:
+def _train(step: Step, replicas: Replicas, *, version: int) -> dict[str, float]:
     generator = np.random.default_rng(version)
     samples = [make_sample(generator, prompt=4, completion=int(generator.integers(1, 8))) for _ in range(8)]
     step.add(make_batch(samples[replicas.number :: replicas.layout.replicas], step=version))
     seal = make_seal(samples, step=version)
     step.train_held(seal)
-    step.finish(seal)
+    return step.finish(seal)
 
 
 def _whole(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -139,3 +139,34 @@ def test_ranks_agree_on_the_checkpoint_to_fall_back_to_whoever_finds_the_damage(
         assert [int(rank["version"]) for rank in result] == [version, version]
         expected, got = _of_all(saved[version - 1], "after"), _of_all(result, "before")
         assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def step_of(replicas: Replicas, *, folder: Path, run_folder: Path, version: int) -> dict[str, float]:
+    """Restore version `version`, if that is not 0, train its step, save, and return its figures."""
+    model = make_model(folder, replicas=replicas)
+    step, optimizer = make_step(model, replicas=replicas)
+    checkpoints = Checkpoints(
+        run_folder / "checkpoints", state=lambda: state_of(model, optimizer), rank=replicas.rank, num_ranks=replicas.size, keep=9
+    )
+    restored = checkpoints.restore()
+    assert (0 if restored is None else restored.version) == version
+    optimizer.round()
+    figures = _train(step, replicas, version=version)
+    checkpoints.begin(version + 1, commit="c", num_samples=0, samples="0")
+    checkpoints.wait()
+    assert replicas.all_agree(True, what="to have a checkpoint written")
+    return figures
+
+
+def test_losses_of_a_trainer_that_gets_a_rank_and_gives_it_back_are_those_of_one_rank(tmp_path: Path) -> None:
+    folder, alone = make_folder(tmp_path / "model", family="qwen3"), Replicas(ranks=1, deadline_s=60)
+    expected = [step_of(alone, folder=folder, run_folder=tmp_path / "alone", version=version) for version in range(4)]
+    job = functools.partial(step_of, folder=folder, run_folder=tmp_path / "changing")
+    got = [job(alone, version=0)]
+    got += [ranks[0] for ranks in run_jobs([(Layout(ranks=2), functools.partial(job, version=version)) for version in (1, 2)], tmp_path)]
+    got.append(job(alone, version=3))
+    names = {"loss", "grad_norm"}
+    assert names <= expected[0].keys()
+    assert len({figures["loss"] for figures in expected}) == 4, "each step has a loss of its own"
+    for one, other in zip(expected, got, strict=True):
+        assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4, abs=1e-6)

@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.parallel.rendezvous", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder")
     parser.add_argument("--part", default="0/1", help="K/N: which of how many machines this is")
+    parser.add_argument("--ranks", type=int, help="ranks of all machines, where they are others than trainer.ranks")
     parser.add_argument("--gpus", help="UUIDs of the GPUs of this machine's ranks, in their order, with commas")
     arguments = parser.parse_args()
     number, num_nodes = map(int, arguments.part.split("/"))
@@ -43,7 +44,7 @@ def main() -> None:
     die_with_parent()
     with crash_report(run_folder, f"trainer-node-{number}"):
         config = load_run(run_folder)
-        world_size = config.trainer.ranks
+        world_size = arguments.ranks or config.trainer.ranks
         mine = share_of(arguments.part, count=world_size)
         if arguments.gpus:
             show_first(arguments.gpus)  # to all ranks alike: rank n of this machine takes the n-th
@@ -54,9 +55,8 @@ def main() -> None:
         else:
             meeting = _meeting_on_network(run_folder, is_host=number == 0, deadline_s=deadline_s)
         with meeting as (where, files):
-            code = run_ranks(
-                ("trainer", "--run-folder", str(run_folder)), ranks=mine, world_size=world_size, meeting=where, inherited=files
-            )
+            program = ("trainer", "--run-folder", str(run_folder), *(("--ranks", str(arguments.ranks)) if arguments.ranks else ()))
+            code = run_ranks(program, ranks=mine, world_size=world_size, meeting=where, inherited=files)
     if code:
         end_alike(code)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pipelinerl.observe.fold.trainer_ranks import TrainerRanksRow
 from pipelinerl.observe.renamed import Line
 
 ADMISSION_WAIT = "generation: an admission credit"
@@ -285,7 +286,7 @@ class StartUpRow:
 
 
 R = TypeVar("R")
-Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow | MemberRow
+Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow | MemberRow | TrainerRanksRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +385,7 @@ _KINDS: dict[str, type[Row]] = {
     "alarm": Alarm,
     "end": EndRow,
     "member": MemberRow,
+    "trainer_ranks": TrainerRanksRow,
 }
 
 

@@ -48,6 +48,8 @@ class RunState:
         self.first_evaluation: EvaluationRow | None = None
         self.last_evaluation: EvaluationRow | None = None
         self.last_pause_s: float | None = None
+        self.trainer_ranks: rows.TrainerRanksRow | None = None
+        """None before an orchestrator has said it."""
         self.num_steps: int | None = None
         self.identity: dict[str, float] = {}
         """Counts of rollouts by how they ended, with `admitted` and `in_flight`; empty before the first gauges."""
@@ -84,6 +86,8 @@ class RunState:
             case EndRow():
                 self.end = row
                 self.identity = row.rollouts or self.identity
+            case rows.TrainerRanksRow():
+                self.trainer_ranks = row
             case rows.MemberRow() | None:
                 pass
         return row

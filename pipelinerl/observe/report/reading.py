@@ -54,6 +54,7 @@ class Tables:
     statuses: tuple[StatusRow, ...] = ()
     swaps: tuple[SwapRow, ...] = ()
     members: tuple[rows.MemberRow, ...] = ()
+    trainer_ranks: tuple[rows.TrainerRanksRow, ...] = ()
     """Engines that have joined, left or were lost, in their order."""
     evaluations: tuple[EvaluationRow, ...] = ()
     end: EndRow | None = None
@@ -109,6 +110,7 @@ def read_tables(run_folder: Path) -> Tables:
     steps: dict[int, StepRow] = {}
     swaps: list[SwapRow] = []
     members: list[rows.MemberRow] = []
+    trainer_ranks: list[rows.TrainerRanksRow] = []
     evaluations: list[EvaluationRow] = []
     start_up: list[StartUpRow] = []
     whole_from, clients = 0.0, ClientModels()
@@ -136,6 +138,8 @@ def read_tables(run_folder: Path) -> Tables:
                 swaps.append(row)
             case rows.MemberRow() as row:
                 members.append(row)
+            case rows.TrainerRanksRow() as row:
+                trainer_ranks.append(row)
             case _:
                 pass
     learning = learning or Alarms()
@@ -148,6 +152,7 @@ def read_tables(run_folder: Path) -> Tables:
         statuses=tuple(rows.read(StatusRow, line) for line in statuses.rows()),
         swaps=tuple(sorted(swaps, key=lambda swap: swap.t)),
         members=tuple(members),
+        trainer_ranks=tuple(trainer_ranks),
         evaluations=tuple(sorted(evaluations, key=lambda evaluation: evaluation.t)),
         end=state.end,
         failures=read_failures(run_folder),

@@ -94,6 +94,7 @@ class Snapshot:
             "reasons": sorted(status.reasons.items(), key=lambda item: -item[1])[:TROUBLES],
             "engines": self._engines(status),
             "members": [{"id": one.engine_id, "state": one.state, "reason": one.reason} for one in status.members],
+            "trainer": trainer.words if (trainer := self._state.trainer_ranks) is not None and trainer.epoch else None,
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
             "prm": status.prm,
             "environment": status.environment,

@@ -1,0 +1,125 @@
+"""TrainerChange decides how a live run's trainer gets or gives back ranks, and what it falls back to.
+
+A change is a planned restart between two steps, in two phases. While the trainer saves, nothing is given up: a change that does not come
+further is dropped, and the trainer goes on. Once it has saved, another one is started in the new layout; where that does not announce
+itself, the layout before is started again from the same checkpoint, as a change of its own with a later epoch. Where not even that one
+starts, the run cannot go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.rules.membership import Membership
+from pipelinerl.config import Config
+from pipelinerl.config.file import with_ranks
+from pipelinerl.config.scaling import why_trainer_fixed
+from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
+
+
+def trainer_change_of(config: Config, *, earlier: TrainerRanks | None, in_script: bool) -> TrainerChange:
+    """Return the ranks of a run's trainer, with what an earlier orchestrator of it has written."""
+    return TrainerChange(
+        ranks=config.trainer.ranks,
+        most=config.trainer.most_ranks,
+        per_replica=config.trainer.layout.ranks_per_replica,
+        why_not_ranks=functools.partial(_why_not_ranks, config, in_script=in_script),
+        earlier=earlier,
+    )
+
+
+class TrainerChange:
+    """The trainer's ranks, and the change that is under way."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        most: int,
+        per_replica: int,
+        why_not_ranks: Callable[[int], str | None] = lambda ranks: None,
+        earlier: TrainerRanks | None = None,
+    ) -> None:
+        """The settings say `ranks`, and keys are made for a trainer of `most`; `per_replica` of them work on a row together.
+
+        `why_not_ranks` says why the settings, with another number of ranks, make no trainer. `earlier` is what an orchestrator before this
+        one has written. A trainer that had not saved then goes on as it is; one that was awaited still is.
+        """
+        self._most, self._per_replica, self._why_not_ranks = most, per_replica, why_not_ranks
+        self.record = TrainerRanks(ranks=ranks, wanted=ranks, before=ranks, configured=ranks)
+        if earlier is not None:
+            self._restore(earlier)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of a trainer that is started now."""
+        return self.record.ranks // self._per_replica
+
+    def replicas(self) -> Membership:
+        """Return the replicas that the trainer may come to have, of which those of now are awaited."""
+        return Membership(count=self.num_replicas, most=max(self.num_replicas, self._most // self._per_replica))
+
+    def why_not(self, ranks: int) -> str | None:
+        """Say why the trainer cannot be asked for so many ranks now; None where it can."""
+        if self.record.phase is not Phase.SETTLED:
+            return f"trainer={ranks}: the trainer changes to {self.record.wanted} ranks; ask again once it has"
+        if not 1 <= ranks <= self._most:
+            return (
+                f"trainer={ranks}: expected 1 to {self._most} (trainer.max_ranks). More need a run that was started, or resumed, with a"
+                " larger trainer.max_ranks"
+            )
+        why = self._why_not_ranks(ranks)
+        return None if why is None else f"trainer={ranks}: {why}"
+
+    def begin(self, ranks: int) -> None:
+        """Have the trainer save, to go on with so many ranks."""
+        assert self.record.phase is Phase.SETTLED, "one change at a time"
+        before = self.record.ranks
+        self._put(wanted=ranks, before=before, phase=Phase.SAVING, epoch=self.record.epoch + 1, is_back=False, reason="")
+
+    def saved(self) -> None:
+        """Note that the trainer has saved: from now on one of the ranks that were asked for is to be started."""
+        self._put(ranks=self.record.wanted, phase=Phase.STARTING)
+
+    def done(self) -> None:
+        """Note that every replica of the trainer that was awaited has announced itself."""
+        self._put(phase=Phase.SETTLED)
+
+    def give_up(self, reason: str) -> bool:
+        """Go back to the ranks before; return False where that is what does not start."""
+        if self.record.phase is Phase.SAVING:
+            self._put(wanted=self.record.ranks, phase=Phase.SETTLED, reason=reason)
+            return True
+        if self.record.is_back:
+            return False
+        before = self.record.before
+        self._put(ranks=before, wanted=before, before=self.record.ranks, epoch=self.record.epoch + 1, is_back=True, reason=reason)
+        return True
+
+    def _restore(self, earlier: TrainerRanks) -> None:
+        if earlier.configured != self.record.configured:
+            self._put(epoch=earlier.epoch)
+            return
+        self.record = earlier
+        if earlier.phase is Phase.SAVING:
+            self.give_up("another orchestrator took the place of the one that had asked the trainer to save; ask again")
+
+    def _put(self, **changed: object) -> None:
+        self.record = msgspec.structs.replace(self.record, **changed)
+
+
+def _why_not_ranks(config: Config, ranks: int, *, in_script: bool) -> str | None:
+    """Say why a run's trainer cannot have so many ranks; None where it can."""
+    if in_script:
+        return "the trainer of a script keeps the ranks that it began with"
+    if (why := why_trainer_fixed(config.pipeline, config.weights, config.tinker, config.lora)) is not None:
+        return why
+    try:
+        with_ranks(config, ranks)
+    except ConfigError as error:
+        return str(error)
+    return None

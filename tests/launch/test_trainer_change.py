@@ -1,0 +1,113 @@
+"""A live run's trainer gets a rank for an engine and gives it back, with real processes of everything but the engines' model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.file import load
+from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.observe.lines import read_journals
+from pipelinerl.runtime.membership import ScaleFolder, State
+from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
+from tests import processes
+from tests.launch.test_scaling import PLUGINS, scale, steps, wait_for
+
+LAUNCHER = """
+    import asyncio, sys
+    from pathlib import Path
+    from pipelinerl.config.file import load_run
+    from pipelinerl.launch import trainer_starts
+    from pipelinerl.launch.launcher import launcher_of
+    from pipelinerl.launch.roles import TRAINER, Role, roles_of
+    from pipelinerl.runtime.lease import held
+    folder = Path(folder)
+    config = load_run(folder)
+    real = trainer_starts.trainer_of
+    ends = (sys.executable, "-c", "import sys; sys.exit('there is no room for three')")
+    trainer_starts.trainer_of = lambda config, run_folder: (
+        Role(name=TRAINER, command=ends) if config.trainer.ranks == 3 else real(config, run_folder)
+    )
+    with held(folder) as lease:
+        asyncio.run(launcher_of(config, roles_of(config, folder), folder, lease=lease).run())
+"""
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Path]:
+    """A live run with three engines and one rank of the trainer."""
+    settings = demo_config(folder=tmp_path, seed=0)
+    make_demo_model(tmp_path / "demo-model", seed=0)
+    overrides = ["trainer.steps=1000000", "batch.groups_per_step=4", "evaluation.every=0", "evaluation.limit=4", "checkpoint.every=1000"]
+    overrides += ['engine.kind="fake"', "engine.count=3", "engine.cores=[]", "trainer.cores=[]", "engine.max_running=16"]
+    overrides += [f'data.source="{PLUGINS}:prompts"', f'reward=[{{function = "{PLUGINS}:reward"}}]', "run.restart_wait_s=0.1"]
+    folder = make_run_folder(load(settings, overrides=overrides)).absolute()
+    with subprocess.Popen(processes.program(LAUNCHER, folder=folder)) as launcher:
+        try:
+            processes.wait_until(lambda: steps(folder) >= 3, what="the run trains nothing")
+            yield folder
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(processes.PATIENCE_S) == 0
+        finally:
+            launcher.kill()
+
+
+def settled(folder: Path, *, after: int) -> TrainerRanks:
+    """Wait until the change of this epoch, or one after it, is over, and a few steps are trained since."""
+
+    def is_over() -> bool:
+        found = ScaleFolder(folder).trainer()
+        return found is not None and found.epoch >= after and found.phase is Phase.SETTLED
+
+    processes.wait_until(is_over, what=f"the trainer does not change: {ScaleFolder(folder).trainer()}")
+    trains_on(folder)
+    found = ScaleFolder(folder).trainer()
+    assert found is not None
+    return found
+
+
+def trains_on(folder: Path) -> None:
+    before = steps(folder)
+    processes.wait_until(lambda: steps(folder) >= before + 3, what="the run stands still")
+
+
+def check(folder: Path) -> str:
+    return subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(folder)], capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_engines_device_becomes_a_trainer_rank_and_back_and_what_does_not_start_falls_back(live: Path) -> None:
+    grown = scale(live, "engines=2", "trainer=2")
+    assert grown.returncode == 0, grown.stderr
+    assert settled(live, after=1).ranks == 2
+    assert wait_for(live, 2, State.LEFT).reason == "it has ended all that it had"
+    versions = [line["version"] for line in read_journals(live) if line["kind"] == "trainer"]
+    done = [line["step"] for line in read_journals(live) if line["kind"] == "step"]
+    assert versions[0] == 0
+    assert done == sorted(set(done)), "no step is trained again"
+    os.kill(int((live / "processes" / "trainer-1").read_text().rpartition(" ")[2]), signal.SIGKILL)
+    processes.wait_until(lambda: len([1 for line in read_journals(live) if line["kind"] == "trainer"]) == 3, what="nobody starts it again")
+    trains_on(live)
+    failed = scale(live, "trainer=3")
+    assert failed.returncode == 0, failed.stderr
+    back = settled(live, after=3)
+    assert (back.ranks, back.is_back) == (2, True)
+    assert "there is no room for three" in back.reason
+    shrunk = scale(live, "engines=3", "trainer=1")
+    assert shrunk.returncode == 0, shrunk.stderr
+    assert settled(live, after=4).ranks == 1
+    wait_for(live, 2, State.LIVE)
+    assert "the trainer has 1 rank" in scale(live).stdout
+    refused = scale(live, "trainer=9")
+    assert refused.returncode == 1
+    assert "expected 1 to 8" in refused.stderr
+    assert "every promise was kept" in check(live)
