@@ -78,6 +78,8 @@ class TrainerSession:
     """True while a trainer of another number of replicas is awaited: one of the layout before is told to end, and is no liar."""
     announced: Signal = dataclasses.field(default_factory=Signal)
     """Set when a replica announces itself."""
+    _leaving: range = range(0)
+    """Replicas that the trainer before had, and this one has not."""
     _is_ending: bool = False
     """True where the trainer was told to train no further."""
     _is_rejected: bool = False
@@ -162,6 +164,7 @@ class TrainerSession:
         for replica in range(self.num_replicas):
             self.trainer.send(f"trainer-{replica}", Stop(reason=reason))
             self.trainer.forget(f"trainer-{replica}")
+        self._leaving = range(num_replicas, self.num_replicas)
         self.num_replicas, self.is_changing = num_replicas, True
         self._forget_replicas()
 
@@ -250,6 +253,8 @@ class TrainerSession:
         self.announced.set()
         if self.is_whole:
             self.ended.clear()  # of the one before, which may have said so after it was told to end
+            for replica in self._leaving:  # a last word of it may have come since
+                self.trainer.forget(f"trainer-{replica}")
             starts = {(one.version, one.commit) for one in self.replicas.values()}
             if len(starts) > 1 and not _survived(self.replicas[0]):
                 raise PeerRefused(f"the trainer's replicas start from different checkpoints: {sorted(self.replicas.items())}")

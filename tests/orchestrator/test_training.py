@@ -454,6 +454,50 @@ def test_a_trainer_of_another_size_is_refused(tmp_path: Path):
         simulate(program())
 
 
+def test_a_trainer_that_is_to_stop_between_two_steps_gets_the_rest_of_its_step_and_nothing_of_the_next(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
+            await it.answers(0)
+            await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(5, group_id=1)))
+            assert len(await it.ask(0, step=0, index=0)) == 1
+            it.training.is_held = True
+            await it.put(StepEnd(step=0, num_tokens=8, num_samples=2), row(1, handmade.sample(5, group_id=2)))
+            assert len(await it.ask(0, step=0, index=1)) == 1
+            assert len(await it.ask(0, step=0, index=2)) == 1, "the end of its step"
+            assert await it.ask(0, step=1, index=0) == []
+            assert not it.training.is_between_steps
+            for group_id in range(2):
+                handmade.admit(it.ledger, group_id)
+            it.links[0].send(StepDone(step=0, metrics={}))
+            await asyncio.sleep(0.01)
+            assert it.training.is_between_steps
+            it.training.release()
+            assert len(await it.answers(0)) == 1
+            assert not it.training.is_between_steps
+            it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=2, version=0))
+            await asyncio.sleep(0.01)
+            assert it.training.is_between_steps, "another process has no row of it"
+
+    simulate(program())
+
+
+def test_a_trainer_of_the_ranks_before_is_told_to_end_while_one_of_others_is_awaited(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path) as it:
+            it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
+            await asyncio.sleep(0.01)
+            it.training.session.replace(2, "start again")
+            (told,) = await it.answers(0)
+            assert told == Stop(reason="start again")
+            it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
+            (told,) = await it.answers(0)
+            assert told == Stop(reason="a trainer of 2 replicas is to take its place")
+            assert not it.training.session.replicas
+
+    simulate(program())
+
+
 @pytest.mark.parametrize("order", [("done", "published"), ("published", "done")])
 def test_the_run_is_finished_once_the_last_step_is_done_published_and_saved(tmp_path: Path, order: tuple[str, str]):
     def published(version: int) -> PolicyPublished:

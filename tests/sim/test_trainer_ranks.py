@@ -24,7 +24,7 @@ WORLD = peers.World(step_s=0.05)
 def settings(*, steps: int = 12, **sections: dict[str, Any]) -> Config:
     tree: dict[str, Any] = {
         "engine": {"silent_after_s": 30.0, "count": 3},
-        "trainer": {"steps": steps, "ready_deadline_s": 20.0},
+        "trainer": {"steps": steps, "ready_deadline_s": 20.0, "silent_after_s": 6.0},
         "checkpoint": {"every": 5},
     }
     return config(**tree | sections)
@@ -71,7 +71,7 @@ def test_an_engines_device_becomes_a_trainer_replica_and_back_and_nothing_is_tra
         finally:
             task.cancel()
 
-    ended = simulated(settings(), tmp_path, beside)
+    ended = simulated(settings(steps=24), tmp_path, beside)
     assert ended.problems() == []
     assert started == [1, 2, 1]
     assert loads == [2]
@@ -85,7 +85,7 @@ def test_an_engines_device_becomes_a_trainer_replica_and_back_and_nothing_is_tra
         ("settled", 1, 2),
     ]
     assert not [line for line in ended.lines if line["kind"] == "violation"]
-    assert len([line for line in ended.lines if line["kind"] == "step"]) == 12, "no step is trained again"
+    assert len([line for line in ended.lines if line["kind"] == "step"]) == 24, "no step is trained again"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,7 @@ def test_an_engines_device_becomes_a_trainer_replica_and_back_and_nothing_is_tra
 )
 def test_a_layout_that_does_not_start_falls_back_to_the_one_before_with_its_engines(tmp_path: Path, fault: str, why: str) -> None:
     found: list[TrainerRanks] = []
+    came_back: list[int] = []
 
     async def beside(given: Beside) -> None:
         machine, launcher = Machine(given), Launcher(given, **{fault: (2,)})
@@ -102,18 +103,20 @@ def test_a_layout_that_does_not_start_falls_back_to_the_one_before_with_its_engi
             await after_step(given, 2)
             launcher.ask(engines=2, trainer=2)
             found.append(await launcher.settled(after=2))
-            machine._requests = launcher._requests
+            machine._requests = launcher._requests + 1
             await machine.answered()
             await machine.until(2, State.LIVE)
+            came_back.append(2)
             await asyncio.Event().wait()
         finally:
             task.cancel()
 
-    ended = simulated(settings(), tmp_path, beside)
+    ended = simulated(settings(steps=40), tmp_path, beside)
     assert ended.problems() == []
     assert (found[0].ranks, found[0].reason, found[0].is_back) == (1, why, True)
+    assert came_back == [2], "the engine that had made room is there again"
     assert [phase for phase, _, _ in told(ended)] == ["settled", "saving", "starting", "starting", "settled"]
-    assert len([line for line in ended.lines if line["kind"] == "step"]) == 12
+    assert len([line for line in ended.lines if line["kind"] == "step"]) == 40
 
 
 def test_a_run_whose_trainer_starts_in_neither_layout_ends_and_says_so(tmp_path: Path) -> None:
