@@ -187,8 +187,7 @@ class Launcher:
 
     async def _start(self, name: str) -> None:
         if name == TRAINER and self._trainers is not None:
-            has_ended = {other for other in self._processes.started_at if not self._processes.is_running(other)}
-            others = [role for role in self._roles.values() if role.name not in {name, *has_ended}]
+            others = [role for role in self._roles.values() if role.name != name]
             self._roles[name] = self._trainers.role(self._roles[name], others)
         await self._processes.start(self._roles[name], self._tasks)
         self._running.add(name)
@@ -384,7 +383,6 @@ class Launcher:
         reason = self._explain(failed)
         self._processes.put_failures_away()
         if failed == TRAINER and self._trainers is not None:
-            note(self._run_folder, f"the trainer of another number of ranks does not start: {reason}")
             self._trainers.tell_failed(reason)
         else:
             self._tell_gone(self._roles[failed].engine_ids, reason.partition("\n")[0])

@@ -12,6 +12,7 @@ from pipelinerl.launch.gpus import place_trainer
 from pipelinerl.launch.roles import TRAINER, Role, trainer_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.membership import ScaleFolder, State
+from pipelinerl.runtime.process import note
 from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
 
 END_S = 60.0
@@ -65,6 +66,7 @@ class TrainerStarts:
 
     def tell_failed(self, reason: str) -> None:
         """Leave word that the trainer that was started last, or was to be, does not start."""
+        note(self._run_folder, f"the trainer of another number of ranks does not start: {reason}")
         self._folder.tell_trainer_failed(self._epoch or 0, reason)
 
     def _record(self) -> TrainerRanks | None:

@@ -17,6 +17,7 @@ from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.membership import ScaleFolder, State
 from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
+from scripts.chaos import victims
 from tests import processes
 from tests.launch.test_scaling import PLUGINS, scale, steps, wait_for
 
@@ -78,6 +79,15 @@ def trains_on(folder: Path) -> None:
     processes.wait_until(lambda: steps(folder) >= before + 3, what="the run stands still")
 
 
+def kill(folder: Path, peer: str) -> None:
+    os.kill(int((folder / "processes" / peer).read_text().rpartition(" ")[2]), signal.SIGKILL)
+
+
+def is_starting(folder: Path) -> bool:
+    found = ScaleFolder(folder).trainer()
+    return found is not None and found.phase is Phase.STARTING
+
+
 def check(folder: Path) -> str:
     return subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(folder)], capture_output=True, text=True, check=False).stdout
 
@@ -94,7 +104,7 @@ def test_an_engines_device_becomes_a_trainer_rank_and_back_and_what_does_not_sta
     done = [line["step"] for line in read_journals(live) if line["kind"] == "step"]
     assert versions[0] == 0
     assert done == sorted(set(done)), "no step is trained again"
-    os.kill(int((live / "processes" / "trainer-1").read_text().rpartition(" ")[2]), signal.SIGKILL)
+    kill(live, "trainer-1")
     processes.wait_until(lambda: len([1 for line in read_journals(live) if line["kind"] == "trainer"]) == 3, what="nobody starts it again")
     trains_on(live)
     failed = scale(live, "trainer=3")
@@ -104,6 +114,9 @@ def test_an_engines_device_becomes_a_trainer_rank_and_back_and_what_does_not_sta
     assert "there is no room for three" in back.reason
     shrunk = scale(live, "engines=3", "trainer=1")
     assert shrunk.returncode == 0, shrunk.stderr
+    processes.wait_until(lambda: is_starting(live), what="the trainer does not save")
+    (orchestrator,) = victims.find("orchestrator", live)
+    os.kill(orchestrator, signal.SIGKILL)  # who follows awaits the trainer as well
     assert settled(live, after=4).ranks == 1
     wait_for(live, 2, State.LIVE)
     assert "the trainer has 1 rank" in scale(live).stdout
