@@ -46,6 +46,7 @@ from orchestrator.stages.script_replay import ScriptRecord, ScriptReplay
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
+from pipelinerl.data.packing import packing_of
 from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
@@ -159,6 +160,7 @@ class Parts:
         )
         self.membership = membership_of(config, earlier=given.scale and given.scale.members(), takes_all=given.is_replay)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
+        self.packing = packing_of(config, num_replicas=self.trainer_change.num_replicas)
         self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(

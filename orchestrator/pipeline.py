@@ -28,7 +28,6 @@ from orchestrator.stages.scoring import Scoring
 from orchestrator.stages.training import Training
 from orchestrator.stages.weight_sync import WeightSync
 from pipelinerl.algorithms.mismatch import MismatchRule
-from pipelinerl.data.packing import packing_of
 from pipelinerl.runtime.stage import Stage
 
 MAX_DROPPED_STEPS = 10
@@ -132,15 +131,13 @@ class Pipeline:
 
     def _stages_of_steps(self, parts: Parts) -> Iterator[Stage]:
         config, given, past, channels = parts.config, parts.given, parts.past, self.channels
-        self.packing = packing_of(config)
-        self.packing.num_replicas = parts.trainer_change.num_replicas
         yield Batching(
             scored=channels.grouped,
             packed=channels.packed,
             rows=channels.rows,
             grouping=parts.grouping(),
             cut=parts.cut() if self.script is None else self.script.steps.cut,
-            packing=self.packing,
+            packing=parts.packing,
             admission=parts.admission,
             credits=parts.credits,
             ledger=given.ledger,

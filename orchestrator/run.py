@@ -100,7 +100,7 @@ class Run:
                 change=parts.trainer_change,
                 training=self.pipeline.training,
                 engines=parts.engines,
-                packing=self.pipeline.packing,
+                packing=parts.packing,
                 journal=given.journal,
                 watch=parts.watch,
                 deadline_s=config.trainer.ready_deadline_s,

@@ -70,7 +70,7 @@ class TrainerRestart:
         self.change.begin(ranks)
         self.tell()
         training = self.training
-        training.is_held = True
+        training.pulls.is_held = True
         try:
             with self.watch.waiting("scaling", f"the trainer to save, to go on with {ranks} ranks"):
                 async with asyncio.timeout(self.deadline_s):
@@ -78,7 +78,8 @@ class TrainerRestart:
         except (TimeoutError, _NotSaved) as error:
             why = str(error) or f"waited {self.deadline_s:g} s for the trainer to save between two steps"
             self.change.give_up(why)
-            training.release()
+            training.pulls.is_held = False
+            training.answer_pulls()
             self.tell()
             return False
         await self._until_held(version)
@@ -129,7 +130,7 @@ class TrainerRestart:
         record = self.change.record
         self.packing.num_replicas = self.change.num_replicas
         self.training.session.replace(self.change.num_replicas, f"start again: the trainer goes on with {record.ranks} ranks")
-        self.training.is_held = False
+        self.training.pulls.is_held = False
 
     async def _until_saved(self) -> int:
         """Wait until the trainer has no row of an open step, and a checkpoint of all that it has trained; return its version.
@@ -139,7 +140,7 @@ class TrainerRestart:
         training, session = self.training, self.training.session
         steps, checkpoints = training.steps, session.checkpoints
         while True:
-            while not training.is_between_steps:
+            while not self._is_between_steps:
                 await steps.moved_on.wait()
             version = steps.num_done
             if session.is_ending:
@@ -151,11 +152,18 @@ class TrainerRestart:
                     session.trainer.send(f"trainer-{replica}", SaveCheckpoint(version=version))
             while checkpoints.newest < version and steps.num_done == version:
                 await checkpoints.changed.wait()
-            if steps.num_done != version or not training.is_between_steps:  # another process has taken the trainer's place
+            if steps.num_done != version or not self._is_between_steps:  # another process has taken the trainer's place
                 continue
             if version and version not in saved_versions(training.ledger):
                 raise _NotSaved(f"its checkpoint of version {version} could not be written: see the journal, or the trainer's log")
             return version
+
+    @property
+    def _is_between_steps(self) -> bool:
+        """True where the trainer has no row of a step that is not done."""
+        training = self.training
+        is_there = training.session.is_whole and not training.session.is_starting
+        return is_there and training.pulls.newest_given < training.steps.num_done
 
     async def _until_held(self, version: int) -> None:
         """Wait until engines have what the trainer is about to take with it, a while."""

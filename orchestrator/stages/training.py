@@ -15,6 +15,7 @@ from orchestrator.recovery.trainer_session import TrainerSession
 from orchestrator.rollouts.micro_batch import micro_batch_of
 from orchestrator.rollouts.rows import Row, StepEnd
 from orchestrator.rules.kv import KvPolicy
+from orchestrator.rules.pulls import Pulls
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.validation import trainer as validate
 from orchestrator.rules.validation.announcements import AnnouncementCheck
@@ -70,17 +71,12 @@ class Training:
     """Set when every step is trained, the last policy is published and its checkpoint written."""
     last_version: int = 0
     """The newest policy that the trainer has published."""
-    is_held: bool = False
-    """True where no row of a step is given that has none given yet: the trainer is to stop between two steps."""
-    _newest_given: int = dataclasses.field(init=False)
-    """The newest step of which this trainer was given anything."""
-    _pulls: dict[tuple[int, int, int], TakeMicroBatch] = dataclasses.field(default_factory=dict, init=False)
-    """Unanswered pulls, by replica, step and index: asking again changes nothing."""
+    pulls: Pulls = dataclasses.field(init=False)
     _suspects: RowSuspects = dataclasses.field(init=False)
     session: TrainerSession = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self._newest_given = max(self.steps.open, default=-1)  # a trainer that outlives an orchestrator may have rows of any of these
+        self.pulls = Pulls(newest_given=max(self.steps.open, default=-1))  # of a trainer that outlives an orchestrator
         self._suspects = RowSuspects(steps=self.steps, quarantine=self.quarantine, ledger=self.ledger)
         self.session = TrainerSession(
             trainer=self.trainer,
@@ -93,10 +89,10 @@ class Training:
             ledger=self.ledger,
             progress=self.progress,
             watch=self.watch,
-            on_replaced=self._on_replaced,
+            on_replaced=self.pulls.forget,
             on_moved=self._on_moved,
         )
-        self.alternation.num_closed, self.alternation.begin_training = self.session.num_closed, self._answer_pulls
+        self.alternation.num_closed, self.alternation.begin_training = self.session.num_closed, self.answer_pulls
         self.trainer.on(TakeMicroBatch, self._on_pull)
         self.session.on(StepDone, self._on_done, check=validate.step_done)
         self.session.on(PolicyPublished, self._on_published, check=validate.policy_published)
@@ -111,7 +107,7 @@ class Training:
         async for item in self.rows:
             self.steps.add(item)
             self.alternation.update()
-            self._answer_pulls()
+            self.answer_pulls()
             if self._is_far_ahead:
                 with self.watch.waiting(self.name, "the trainer to finish a step"):
                     while self._is_far_ahead:
@@ -122,75 +118,54 @@ class Training:
         """True where rows of steps after the one being trained fill the bytes that may wait."""
         return self.steps.num_bytes_ahead >= self.rows.bound_bytes
 
-    @property
-    def is_between_steps(self) -> bool:
-        """True where the trainer has no row of a step that is not done."""
-        return self.session.is_whole and not self.session.is_starting and self._newest_given < self.steps.num_done
-
-    def release(self) -> None:
-        """Give rows of the next step again."""
-        self.is_held = False
-        self._answer_pulls()
-
-    def _on_replaced(self) -> None:
-        self._pulls.clear()
-        self._newest_given = -1
-
     def _explain(self) -> str | None:
         """Name what the trainer owes, for the report of a stall."""
         if not self.steps.open:
             return None
         num_done, step = self.steps.num_done, self.steps.next
         num_held = 0 if step is None else len(step.rows)
-        if self._pulls:
-            replica = next(iter(self._pulls))[0]
-            return f"trainer-{replica} waits for {len(self._pulls)} rows, step {num_done} has {num_held} so far"
+        if self.pulls:
+            return f"trainer-{self.pulls.first_replica} waits for {len(self.pulls)} rows, step {num_done} has {num_held} so far"
         return f"training holds {num_held} rows of step {num_done}; trainer-0 neither pulls nor finishes it"
 
     def _on_moved(self) -> None:
         """Answer what can be answered now, and note whether all is done."""
         self.alternation.update()
-        self._answer_pulls()
+        self.answer_pulls()
         if self.steps.num_done == self.last_version == self.session.checkpoints.newest == self.num_steps:
             self.finished.set()
 
     # --- what the trainer asks and says ---
 
     def _on_pull(self, peer: str, pull: TakeMicroBatch) -> None:
-        key = (pull.replica, pull.step, pull.index)
-        num_asked = sum(replica == pull.replica for replica, _, _ in self._pulls) if key not in self._pulls else 0
-        violation = validate.pull(
-            pull, self.session.position, num_asked=num_asked, is_starting=self.session.is_starting or self.announcement_check is None
-        )
+        is_starting = self.session.is_starting or self.announcement_check is None
+        violation = validate.pull(pull, self.session.position, num_asked=self.pulls.num_asked(pull), is_starting=is_starting)
         if not self.session.is_refused(peer, violation):
-            self._pulls[key] = pull
-            self._answer_pulls()
+            self.pulls.add(pull)
+            self.answer_pulls()
 
-    def _answer_pulls(self) -> None:
+    def answer_pulls(self) -> None:
+        """Give what was asked for, and may be given now."""
         if self.session.is_starting or not self.alternation.may_train:
             return
-        for key, pull in list(self._pulls.items()):
+        for pull in self.pulls.answerable():
             answer = self._answer(pull) if self.alternation.may_train_step(pull.step) else None
             if answer is not None:
-                del self._pulls[key]
-                self._newest_given = max(self._newest_given, pull.step)
+                self.pulls.answered(pull)
                 if self.trainer.send(f"trainer-{pull.replica}", answer):
                     self.watch.moved()
 
     def _answer(self, pull: TakeMicroBatch) -> MicroBatch | StepClosed | None:
         if (step := self.steps.open.get(pull.step)) is None or (self.holds_batches and step.end is None):
             return None
-        if self.is_held and pull.step > self._newest_given:
-            return None
-        num_replicas = self.session.num_replicas
-        number = pull.index * num_replicas + pull.replica
+        number = pull.index * self.session.num_replicas + pull.replica
         loss = self.ledger.losses.of(pull.step)
         if number < len(step.rows):
             samples = () if number in step.quarantined else step.rows[number].samples
             return micro_batch_of(samples, step=pull.step, index=pull.index, teachers=self.teachers, loss=loss.name)
         if step.end is None:
             return None
-        if pull.index < (num_micro_batches := -(-len(step.rows) // num_replicas)):
+        if pull.index < (num_micro_batches := -(-len(step.rows) // self.session.num_replicas)):
             return micro_batch_of((), step=pull.step, index=pull.index, teachers=self.teachers, loss=loss.name)
         return StepClosed(
             step=pull.step,

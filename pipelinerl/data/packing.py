@@ -102,10 +102,10 @@ class Packing(Generic[S]):
         return self._rows.pop(index)
 
 
-def packing_of(config: Config) -> Packing[Any]:
-    """Return what fills the rows of a run, in which agents' episodes may be larger than a row."""
+def packing_of(config: Config, *, num_replicas: int) -> Packing[Any]:
+    """Return what fills the rows of a run for so many replicas; agents' episodes may be larger than a row."""
     limit = None if config.gateway is None else config.gateway.max_episode_tokens
-    return Packing(max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas, max_sample_tokens=limit)
+    return Packing(max_tokens=config.batch.max_tokens, num_replicas=num_replicas, max_sample_tokens=limit)
 
 
 def cost_of(num_tokens: int) -> float:

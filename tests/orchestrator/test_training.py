@@ -461,23 +461,24 @@ def test_a_trainer_that_is_to_stop_between_two_steps_gets_the_rest_of_its_step_a
             await it.answers(0)
             await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(5, group_id=1)))
             assert len(await it.ask(0, step=0, index=0)) == 1
-            it.training.is_held = True
+            it.training.pulls.is_held = True
             await it.put(StepEnd(step=0, num_tokens=8, num_samples=2), row(1, handmade.sample(5, group_id=2)))
             assert len(await it.ask(0, step=0, index=1)) == 1
             assert len(await it.ask(0, step=0, index=2)) == 1, "the end of its step"
             assert await it.ask(0, step=1, index=0) == []
-            assert not it.training.is_between_steps
+            assert it.training.pulls.newest_given == 0
             for group_id in range(2):
                 handmade.admit(it.ledger, group_id)
             it.links[0].send(StepDone(step=0, metrics={}))
             await asyncio.sleep(0.01)
-            assert it.training.is_between_steps
-            it.training.release()
+            assert await it.answers(0) == []
+            it.training.pulls.is_held = False
+            it.training.answer_pulls()
             assert len(await it.answers(0)) == 1
-            assert not it.training.is_between_steps
+            assert it.training.pulls.newest_given == 1
             it.links[0].send(TrainerReady(replica=0, num_replicas=1, process_id=2, version=0))
             await asyncio.sleep(0.01)
-            assert it.training.is_between_steps, "another process has no row of it"
+            assert it.training.pulls.newest_given == -1, "another process was given nothing"
 
     simulate(program())
 

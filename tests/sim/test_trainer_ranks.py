@@ -59,7 +59,7 @@ def test_an_engines_device_becomes_a_trainer_replica_and_back_and_nothing_is_tra
             assert [one.state for one in left.members] == [State.LIVE, State.LIVE, State.LEFT], "its device is free before another takes it"
             first, *_ = launcher.groups
             assert first.stops == ["start again: the trainer goes on with 2 ranks"]
-            loads.append(given.run.pipeline.packing.num_replicas)
+            loads.append(given.run.parts.packing.num_replicas)
             await after_step(given, 6)
             launcher.ask(engines=3, trainer=1)
             machine._requests = launcher._requests
