@@ -24,6 +24,7 @@ from orchestrator.peers.gateway import Gateway
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.scorers import Scorers
+from orchestrator.peers.trainer_ranks import trainer_change_of
 from orchestrator.peers.transport_choice import TransportChoice
 from orchestrator.rules.admission import Admission, schedule_of
 from orchestrator.rules.batch import BatchCut, GroupAdvantages, StepRules
@@ -34,7 +35,6 @@ from orchestrator.rules.kv import KvPolicy
 from orchestrator.rules.membership import membership_of
 from orchestrator.rules.phases import sleep_bound
 from orchestrator.rules.quarantine import Quarantine
-from orchestrator.rules.trainer_ranks import trainer_change_of
 from orchestrator.rules.validation.announcements import AnnouncementCheck
 from orchestrator.rules.validation.completions import CompletionCheck, Experts
 from orchestrator.rules.validation.scores import ScoreCheck
