@@ -107,6 +107,12 @@ class TrainerSession:
         return len(self.replicas) == self.num_replicas
 
     @property
+    def is_unknown(self) -> bool:
+        """Return whether the position of a trainer that has begun to announce itself is not known yet: replicas are missing, or the steps
+        are being fetched that it is to begin with."""
+        return self.is_starting or 0 < len(self.replicas) < self.num_replicas
+
+    @property
     def version(self) -> int:
         """The version that the trainer started from; every replica must be ready."""
         return self.replicas[0].version
@@ -200,7 +206,7 @@ class TrainerSession:
 
     def _once_started(self, handler: Callable[[str, Any], None], peer: str, said: Message) -> None:
         """Handle a message once its trainer's position is known: an honest trainer is ahead of what the ledger knows to be done."""
-        if not (self.is_starting or 0 < len(self.replicas) < self.num_replicas):
+        if not self.is_unknown:
             handler(peer, said)
         elif len(self.early) < MAX_EARLY:
             self.early.append(lambda: handler(peer, said))

@@ -138,7 +138,7 @@ class Training:
     # --- what the trainer asks and says ---
 
     def _on_pull(self, peer: str, pull: TakeMicroBatch) -> None:
-        is_starting = self.session.is_starting or self.announcement_check is None
+        is_starting = self.session.is_unknown or self.announcement_check is None
         violation = validate.pull(pull, self.session.position, num_asked=self.pulls.num_asked(pull), is_starting=is_starting)
         if not self.session.is_refused(peer, violation):
             self.pulls.add(pull)
@@ -146,7 +146,7 @@ class Training:
 
     def answer_pulls(self) -> None:
         """Give what was asked for, and may be given now."""
-        if self.session.is_starting or not self.alternation.may_train:
+        if self.session.is_unknown or not self.alternation.may_train:
             return
         for pull in self.pulls.answerable():
             answer = self._answer(pull) if self.alternation.may_train_step(pull.step) else None

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.checker.history import open_history
+from pipelinerl.checker.invariants import check_history
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
 from pipelinerl.runtime.membership import State
-from pipelinerl.runtime.trainer_ranks import TrainerRanks
+from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
 from tests.sim import peers
 from tests.sim.run import Beside, Cast, Simulated, config, run
 from tests.sim.test_scaling import Machine
-from tests.sim.trainer_group import Launcher, nobody
+from tests.sim.trainer_group import Disk, Launcher, nobody
 
 WORLD = peers.World(step_s=0.05)
 
@@ -132,6 +134,49 @@ def test_a_run_whose_trainer_starts_in_neither_layout_ends_and_says_so(tmp_path:
         pytest.RaisesExc(PeerSilent, match="no trainer starts, with the 1 ranks that it had before neither"), flatten_subgroups=True
     ):
         simulated(settings(), tmp_path, beside)
+
+
+class _Killed(Exception):
+    """The whole run is gone."""
+
+
+@pytest.mark.parametrize(("phase", "ranks"), [(Phase.SAVING, 1), (Phase.STARTING, 2)])
+def test_a_run_that_is_killed_whole_in_a_change_goes_on_with_what_was_saved(tmp_path: Path, phase: Phase, ranks: int) -> None:
+    disk, started, ends = Disk(), list[int](), list[TrainerRanks]()
+
+    async def dies(given: Beside) -> None:
+        launcher = Launcher(given, disk=disk)
+        task = asyncio.create_task(launcher.run())
+        try:
+            await after_step(given, 4)
+            launcher.ask(trainer=2)
+            while (found := given.folder.trainer()) is None or found.phase is not phase:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            raise _Killed
+        finally:
+            task.cancel()
+
+    async def goes_on(given: Beside) -> None:
+        launcher = Launcher(given, disk=disk)
+        task = asyncio.create_task(launcher.run())
+        try:
+            await after_step(given, 7)
+            ends.append(await launcher.settled(after=1))
+            started.extend(launcher.started)
+            await asyncio.Event().wait()
+        finally:
+            task.cancel()
+
+    how: dict[str, Any] = {"world": WORLD, "cast": Cast(trainer=nobody), "limit_s": 3000.0, "is_recorded": True}
+    with pytest.RaisesGroup(_Killed, flatten_subgroups=True):
+        run(settings(), folder=tmp_path, beside=dies, **how)
+    ended = run(settings(), folder=tmp_path, beside=goes_on, **how)
+    assert started == [ranks], "an order is not carried out twice"
+    assert (ends[0].ranks, ends[0].epoch) == (ranks, 1)
+    assert ends[0].reason.startswith("another orchestrator took the place") == (phase is Phase.SAVING)
+    assert ended.ending.reason == "finished"
+    with open_history(tmp_path) as history:
+        assert check_history(history, with_checkpoints=False).problems == []
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -163,12 +163,13 @@ def _undo(record: peers.TrainerRecord, version: int) -> None:
 class Launcher:
     """Starts the trainer, again where it was killed, and anew for each change, one for each epoch."""
 
-    def __init__(self, beside: Beside, *, fails: tuple[int, ...] = (), hangs: tuple[int, ...] = ()) -> None:
-        """A trainer of so many ranks in `fails` ends with an error of its own; one in `hangs` never says a word."""
+    def __init__(self, beside: Beside, *, fails: tuple[int, ...] = (), hangs: tuple[int, ...] = (), disk: Disk | None = None) -> None:
+        """A trainer of so many ranks in `fails` ends with an error of its own; one in `hangs` never says a word. `disk` may hold the
+        checkpoint of a run that goes on."""
         self.started: list[int] = []
         """Ranks of every trainer that was started."""
         self.groups: list[Group] = []
-        self._beside, self._disk, self._fails, self._hangs = beside, Disk(), fails, hangs
+        self._beside, self._disk, self._fails, self._hangs = beside, disk or Disk(), fails, hangs
         self._epoch = 0
         self._requests = 0
 
@@ -178,7 +179,9 @@ class Launcher:
         self._beside.folder.ask(ScaleRequest(request_id=self._requests, engines=engines, trainer=trainer, drain_s=drain_s))
 
     async def run(self) -> None:
-        self._start(self._beside.settings.trainer.ranks)
+        record = self._beside.folder.trainer()
+        self._epoch = 0 if record is None else record.epoch
+        self._start(self._beside.settings.trainer.ranks if record is None else record.ranks)
         try:
             while True:
                 await asyncio.sleep(0.1)
