@@ -107,6 +107,12 @@ class Run:
             ),
         )
 
+    async def reallocate(self, *, engines: int, drain_s: float) -> str:
+        """Bring the run to a number of engines; return why that cannot be, or what is missing, and nothing where it has happened."""
+        if self._scaling is None:
+            return "it keeps the engines that it began with"
+        return await self._scaling.reallocate(engines=engines, drain_s=drain_s, ready_s=self.parts.config.engine.ready_deadline_s)
+
     async def run(self) -> RunResult:
         """Wait for the peers, run the stages to the end, evaluate, tell everyone to stop. Raises the first error of any stage or peer."""
         async with asyncio.TaskGroup() as group:

@@ -23,7 +23,7 @@ from orchestrator.stages.script_waits import ScriptWaits
 from orchestrator.stages.streams import Coming, Stream
 from pipelinerl.algorithms.step_loss import method_of_loss
 from pipelinerl.config import Config
-from pipelinerl.errors import ConfigError, NobodySends, PeerRefused, ScriptError
+from pipelinerl.errors import ConfigError, NobodySends, NotReallocated, PeerRefused, ScriptError
 from pipelinerl.messages import (
     Demonstration,
     Float32,
@@ -292,6 +292,29 @@ class ScriptedRun:
 
         version = await self._script.waits.beside(evaluate_it(), f"the evaluation of policy {self.version}")
         return dict(evaluation.results).get(version)
+
+    async def reallocate(self, *, engines: int, drain_s: float = 60.0) -> None:
+        """Have the run have so many engines, and return once those that join serve and those that leave have left, as `pipelinerl scale`
+        has it do.
+
+        Those that came last leave. What they have not ended after `drain_s` seconds goes on in others, with its tokens where it can. Raises
+        `NotReallocated` for a number that this run cannot have, for one of several policies, and where an engine does not come or go.
+        """
+        self._script.waits.check()
+
+        async def reallocate() -> str:
+            if self._given.policy:
+                return f"policy {self._given.policy} keeps the engines that it began with, as each of several policies does"
+            return await self._run.reallocate(engines=engines, drain_s=drain_s)
+
+        why = await self._replay.wait(
+            self._replay.begin("reallocate", (engines, drain_s)),
+            lambda: self._script.waits.beside(reallocate(), f"the run to have {engines} engines"),
+            encode=msgspec.msgpack.encode,
+            decode=msgspec.msgpack.decode,
+        )
+        if why:
+            raise NotReallocated(f"reallocate: engines={engines}: {why}")
 
     async def save(self) -> Path:
         """Write a checkpoint of the newest policy, and return its folder; `pipelinerl export` makes a model folder of it.

@@ -25,6 +25,7 @@ PipelineError
         NothingTrained     it publishes, or saves, what was not trained
         TrainedTwice       it trains, or scores, a rollout for a second time
         RolloutsUnread     it leaves rollouts unread that it has asked for
+        NotReallocated     its run could not be brought to the engines that it asked for
         ScriptDiverged     it goes on, and calls something else than it did before
 
 A message says what, which one, got, expected, and what to do.
@@ -133,6 +134,10 @@ class TrainedTwice(ScriptError):
 
 class RolloutsUnread(ScriptError):
     """A script leaves rollouts unread that it has asked for."""
+
+
+class NotReallocated(ScriptError):
+    """A run could not be brought to the engines that its script asked for; says why, and which engines are not where they should be."""
 
 
 class ScriptDiverged(ScriptError):

@@ -96,6 +96,12 @@ class Membership:
         """Return whether an engine that is to leave has not left yet."""
         return any(member.state is State.DRAINING for member in self._members.values())
 
+    def missing(self) -> list[Member]:
+        """Return the engines that are not yet what was asked for: they join or leave, or were lost and have left a place."""
+        is_short = len(self.present()) < self.num_wanted
+        awaited = (State.JOINING, State.DRAINING, *((State.LOST,) if is_short else ()))
+        return [self._members[number] for number in sorted(self._members) if self._members[number].state in awaited]
+
     def num_serving(self) -> int:
         """The number of engines that admission counts with: spares count once they are live."""
         return len(self.awaited() | {number for number, member in self._members.items() if member.state is State.LIVE}) or 1

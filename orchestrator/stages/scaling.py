@@ -48,18 +48,46 @@ class Scaling:
     """Set with every answer of an engine."""
     journal: Journal
     trainer: TrainerRestart
+    _tasks: asyncio.TaskGroup | None = dataclasses.field(default=None, init=False)
+    """What changes that take a while run in; None before the stage runs."""
     _damage: str = dataclasses.field(default="", init=False)
     """What was said last of a damaged file, which stays as it is."""
 
     async def run(self) -> None:
         self.folder.publish(self.membership.record())
         self.trainer.tell()
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._tasks:
+            tasks = self._tasks
             if self.trainer.change.record.phase is Phase.STARTING:  # an orchestrator that is gone had asked for it
                 tasks.create_task(self.trainer.until_started())
             while True:
                 self._look(tasks)
                 await asyncio.sleep(LOOK_EVERY_S)
+
+    async def reallocate(self, *, engines: int, drain_s: float, ready_s: float) -> str:
+        """Bring the run to a number of engines, as a request by file would, and wait until those that join serve and those that leave have
+        left. Return why that cannot be, or what is still missing after the time that both may take; empty where it has happened.
+        """
+        assert self._tasks is not None, "calls come once the run has its peers"
+        asked = self.folder.asked()
+        number = 1 + max(self.membership.record().request_id, 0 if asked is None else asked.request_id)
+        self._scale(ScaleRequest(request_id=number, engines=engines, drain_s=drain_s), self._tasks)
+        self._tell()
+        if refused := self.membership.record().refused:
+            return refused
+        deadline_s = ready_s + drain_s + MOVE_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                while (missing := self.membership.missing()) and self.membership.num_wanted == engines:
+                    if lost := [one for one in missing if one.state is State.LOST]:
+                        return f"engine-{lost[0].engine_id} was lost before it served: {lost[0].reason}"
+                    await self.engines.changed.wait()
+        except TimeoutError:
+            words = ", ".join(f"engine-{one.engine_id} ({one.state})" for one in self.membership.missing())
+            return f"waited {deadline_s:g} s for {words}; see logs/engines*.log in the run's folder"
+        if self.membership.num_wanted != engines:
+            return f"engines={self.membership.num_wanted} was asked for by somebody else meanwhile"
+        return ""
 
     def _look(self, tasks: asyncio.TaskGroup) -> None:
         try:
@@ -158,4 +186,5 @@ class Scaling:
         for member in news:
             self.journal.write("member", engine_id=member.engine_id, state=member.state, started_by=member.started_by, reason=member.reason)
         self.folder.publish(self.membership.record())
+        self.engines.changed.set()
         self.limit.resize(self.membership.num_serving())
