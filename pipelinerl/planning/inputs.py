@@ -85,6 +85,7 @@ _GPU = {
 }
 _RUN = {
     "engines": Input("", "engine.count"),
+    "engines_apart": Input("", "engine.apart"),
     "engine_tensor": Input("ranks", "engine.options.tensor_parallel_size"),
     "engine_pipeline": Input("ranks", "engine.options.pipeline_parallel_size"),
     "max_running": Input("sequences", "engine.max_running"),
@@ -193,6 +194,7 @@ def run_inputs(config: Config, shape: Shape, *, method: Method, adapter_paramete
         **shape.inputs(),
         "mean_tokens": longest / 2,
         "engines": engine.count,
+        "engines_apart": engine.apart,
         "engine_tensor": engine.num_ranks // engine.num_stages,
         "engine_pipeline": engine.num_stages,
         "max_running": engine.max_running,

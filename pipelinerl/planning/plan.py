@@ -79,11 +79,10 @@ def make_plan(config: Config, *, gpu: str, num_gpus: int | None, given: Mapping[
     inputs = {**run, **gpu_inputs(gpu), **given}
     wanted = int(SHEET.evaluate(inputs)["used_gpus"])
     total = wanted if num_gpus is None else num_gpus
-    least = (1 if config.is_colocated else 2) + inputs["prm_gpus"]
+    is_shared = config.is_colocated and not config.is_mixed
+    least = (1 if is_shared else 2) + inputs["prm_gpus"]
     if total < least:
-        raise ConfigError(
-            f"--gpus {total}: a run takes at least {least:.0f}, for its trainer and an engine{'' if config.is_colocated else ' each'}"
-        )
+        raise ConfigError(f"--gpus {total}: a run takes at least {least:.0f}, for its trainer and an engine{'' if is_shared else ' each'}")
     placements = {CONFIGURED: judge(inputs, shape, num_gpus=total)}
     found = search(inputs, shape, num_gpus=total)
     if found:
@@ -125,6 +124,7 @@ def settings_of(candidate: Candidate) -> list[str]:
     lines += [f"trainer.parallel.{kind}={size}" for kind in kinds if (size := getattr(layout, kind)) > 1]
     if inputs["is_checkpointed"]:
         lines.append(f'trainer.activation_checkpointing="{"selective" if inputs["keeps_products"] else "full"}"')
+    lines += [f"engine.apart={inputs['engines_apart']:.0f}"] if inputs["engines_apart"] else []
     lines += [f"engine.count={inputs['engines']:.0f}", f"engine.max_running={inputs['max_running']:.0f}"]
     for key, name in (("tensor_parallel_size", "engine_tensor"), ("pipeline_parallel_size", "engine_pipeline")):
         lines += [f"engine.options.{key}={inputs[name]:.0f}"] if inputs[name] > 1 else []

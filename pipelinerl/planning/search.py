@@ -59,11 +59,14 @@ def search(inputs: Mapping[str, float], shape: Shape, *, num_gpus: int) -> list[
     """The best placement of every split that has one, the fastest first. `inputs` give all that is not searched, `mode` among it."""
     free, node = num_gpus - int(inputs["prm_gpus"]), int(inputs["gpus_per_node"])
     is_shared = inputs["mode"] >= COLOCATED
+    is_mixed = is_shared and inputs["engines_apart"] > 0
     found: list[Candidate] = []
-    for ranks in [free] if is_shared else splits(free, node):
+    for ranks in [free] if is_shared and not is_mixed else splits(free, node):
         trainers = sorted(trainers_of(ranks, inputs, shape), key=lambda each: (-each[1]["trained_rate"], _complexity(each[0])))
         best: tuple[tuple[float, float], Values] | None = None
         for engines in engines_of(free if is_shared else free - ranks, inputs, shape):
+            if is_mixed:
+                engines["engines_apart"] = (free - ranks) // (engines["engine_tensor"] * engines["engine_pipeline"])
             whole = _joined(inputs, trainers, engines)
             if whole is None:
                 continue

@@ -205,3 +205,19 @@ def test_engines_and_trainer_in_turns_share_gpus_their_memory_and_a_step() -> No
     assert carried["step_s"] < whole["step_s"], "nobody waits for the longest of a batch"
     tail = min(2.0, 1 + 0.5 * math.sqrt(3) * 7 / 9)
     assert carried["expected_staleness"] == pytest.approx(min(4.0, 8 * 64 * tail / (tokens / 1024)))
+
+
+def test_engines_apart_have_gpus_of_their_own_and_write_while_the_trainer_has_its_turn() -> None:
+    """Four trainer ranks on the GPUs of four engines, and an engine apart: five GPUs."""
+    run = {"trainer": {"ranks": 4, "parallel": {"shard": 4}}, "rollout": {"max_tokens": 2048}, "pipeline": {"placement": "colocated"}}
+    load = {"batch": {"max_tokens": 4096}, "model": {"max_tokens": 4096}, "given": {"mean_tokens": 1024.0, "length_cv": 0.5}}
+    mixed = figures_of("Qwen2.5-7B", **run, **load, engine={"count": 5, "apart": 1})
+    turns = figures_of("Qwen2.5-7B", **run, **load, engine={"count": 5})
+    assert (mixed["used_gpus"], turns["used_gpus"]) == (5, 5)
+    turn_s = mixed["training_s"] + mixed["sync_s"] + 2 * 5.0
+    beside = mixed["engine_rate"] * turn_s
+    assert 0 < beside < mixed["step_tokens"]
+    assert mixed["step_s"] == pytest.approx(turns["step_s"] - beside / mixed["generated_rate"])
+    assert figures_of("Qwen2.5-7B", **run, **load, engine={"count": 3, "apart": 1})["used_gpus"] == 5, (
+        "ranks without an engine have theirs, too"
+    )

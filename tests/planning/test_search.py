@@ -10,6 +10,7 @@ import pytest
 from pipelinerl.config.layout import Layout, problems_of
 from pipelinerl.planning.formulas import SHEET
 from pipelinerl.planning.inputs import COLOCATED
+from pipelinerl.planning.plan import settings_of
 from pipelinerl.planning.search import engine_obstacles, engines_of, judge, search, splits, trainers_of
 from tests.planning.runs import inputs_of, shape_of
 
@@ -110,3 +111,12 @@ def test_context_ranks_hold_whole_weights_unless_they_are_sharded() -> None:
     assert SHEET.evaluate(inputs)["weight_share"] == 1
     assert SHEET.evaluate(inputs | {"shard": 2.0})["weight_share"] == 4
     assert Layout(ranks=4, shard=2, context=2).copies == 1
+
+
+def test_of_engines_in_turns_and_apart_every_split_is_tried_and_all_gpus_are_used() -> None:
+    inputs = inputs_of("Qwen2.5-7B", **LOAD, pipeline={"placement": "colocated"}, engine={"count": 2, "apart": 1})
+    found = search(inputs, shape_of("Qwen2.5-7B"), num_gpus=8)
+    assert {one.inputs["ranks"] for one in found} >= {2, 4}
+    for one in found:
+        assert one.inputs["ranks"] + one.inputs["engines_apart"] * one.values["engine_ranks"] == one.values["used_gpus"] == 8
+        assert f"engine.apart={one.inputs['engines_apart']:.0f}" in settings_of(one)

@@ -9,8 +9,9 @@ PLACEMENT = (
     Row(
         "used_gpus",
         "GPUs",
-        "(ranks + engines * engine_ranks if mode < 3 else max(ranks, engines * engine_ranks)) + prm_gpus",
-        "of trainer, engines and process reward model",
+        "(ranks + engines * engine_ranks if mode < 3"
+        " else max(ranks, (engines - engines_apart) * engine_ranks) + engines_apart * engine_ranks) + prm_gpus",
+        "of trainer, engines and process reward model; engines that take turns with the trainer have its own",
     ),
     Row("is_one_machine", "", "1 if used_gpus <= gpus_per_node else 0", "1: all of them are in one node"),
     Row(
@@ -94,10 +95,17 @@ TIME = (
         "running * decode_context * prefill_s * mean_tokens / prompt_tokens",
         "computing anew the KV caches of an engine's running sequences, which were dropped for the trainer",
     ),
+    Row("trainers_turn_s", "s", "training_s + sync_s + 2 * switch_s", "of a step, in which engines in turns sleep, fall asleep or wake"),
+    Row(
+        "beside_tokens",
+        "tokens",
+        "min(step_tokens, engines_apart * engine_rate * trainers_turn_s)",
+        "of a step, written by engines apart while the trainer has its turn",
+    ),
     Row(
         "carrying_step_s",
         "s",
-        "step_tokens / generated_rate + recompute_s + training_s + sync_s + 2 * switch_s",
+        "(step_tokens - beside_tokens) / generated_rate + recompute_s + trainers_turn_s",
         "a step in turns on the same GPUs, where sequences that are not finished go on in the next phase",
     ),
     Row(
