@@ -70,7 +70,7 @@ class Phases:
         can_close = num_closable is None or num_closed < num_closable
         if self.phase is Phase.TRAINING and (None in (self._first, published) or not can_close):
             self._first = published  # the first of a trainer that starts; or engines could do nothing with a turn
-        may_train = published != num_closed and not (can_close and self._is_generations_turn(num_closed, published, is_news=is_news))
+        may_train = published != num_closed and not self._is_generations_turn(num_closed, published, is_news=is_news)
         wanted = Phase.TRAINING if computes or may_train else Phase.GENERATION
         if wanted is self.phase or (wanted is Phase.TRAINING and is_pinned):
             return None

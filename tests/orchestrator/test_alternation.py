@@ -67,3 +67,29 @@ def test_an_answer_to_an_earlier_phase_puts_nobody_to_sleep(tmp_path: Path):
             assert it.weight_sync.alternation.may_train
 
     simulate(program())
+
+
+def test_an_engine_apart_takes_new_work_and_policies_while_the_other_sleeps(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_closed=lambda: 2, num_apart=1) as it:
+            (told,) = received(it.engines[0])
+            assert received(it.engines[1]) == []
+            assert it.known.least_busy(lambda version: True) == 1
+            assert not it.known.all_hold(0), "a round waits until the other is awake"
+            await fall_asleep(it, 0, told)
+            await it.publish(1, copy="copy-1")
+            assert it.ordered(0) == []
+            (order,) = received(it.engines[1])
+            assert isinstance(order, StageWeights)
+            assert (order.version, order.buffer) == (1, "copy-1")
+            await it.publish(2, copy="copy-2")
+            (order,) = received(it.engines[0])
+            assert isinstance(order, StageWeights)
+            assert (order.version, order.buffer) == (2, "in place")
+            assert it.known.least_busy(lambda version: True) == 1, "until it is awake"
+            await it.commit(0, 2)
+            await it.commit(1, 2)
+            assert it.known.least_busy(lambda version: True) == 0
+            assert it.known.all_hold(2)
+
+    simulate(program())

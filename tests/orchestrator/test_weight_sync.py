@@ -55,11 +55,10 @@ class Bench:
     weight_sync: WeightSync
     trainer: MemoryLink
 
-    async def publish(self, version: int, *, rollback_epoch: int = 0) -> None:
-        buffer = f"buffer-{version}" if not rollback_epoch else f"buffer-{rollback_epoch}.{version}"
-        self.published.put_now(
-            PolicyPublished(version=version, buffer=buffer, digest=f"d{version}", num_bytes=1, publish_s=0.1, rollback_epoch=rollback_epoch)
-        )
+    async def publish(self, version: int, *, rollback_epoch: int = 0, copy: str = "") -> None:
+        buffer = "in place" if copy else f"buffer-{rollback_epoch}.{version}" if rollback_epoch else f"buffer-{version}"
+        ages = {"version": version, "rollback_epoch": rollback_epoch}
+        self.published.put_now(PolicyPublished(**ages, buffer=buffer, digest=f"d{version}", num_bytes=1, publish_s=0.1, copy=copy))
         await asyncio.sleep(0.01)
 
     async def commit(self, engine_id: int, version: int, *, rollback_epoch: int = 0) -> None:
@@ -95,8 +94,11 @@ def received(link: MemoryLink) -> list[Message]:
 
 
 @contextlib.asynccontextmanager
-async def bench(folder: Path, *, mode: Mode = Mode.STREAMING, num_closed: Callable[[], int] | None = None) -> AsyncIterator[Bench]:
-    """With `num_closed`, engines share their devices with the trainer."""
+async def bench(
+    folder: Path, *, mode: Mode = Mode.STREAMING, num_closed: Callable[[], int] | None = None, num_apart: int = 0
+) -> AsyncIterator[Bench]:
+    """With `num_closed`, engines share their devices with the trainer, but for the last `num_apart` of two."""
+    turns = {"takes_turns": lambda engine_id: engine_id < 2 - num_apart, "bound": 2 if num_apart else None}
     engine_hub, trainer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromTrainer)
     peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
     trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
@@ -116,7 +118,7 @@ async def bench(folder: Path, *, mode: Mode = Mode.STREAMING, num_closed: Callab
         journal=journal,
         layout_for=lambda ready: LayoutFixed(tensors=()),
         commit_deadline_s=60.0,
-        alternation=Alternation() if num_closed is None else Alternation(engines=known, journal=journal, num_closed=num_closed),
+        alternation=Alternation() if num_closed is None else Alternation(engines=known, journal=journal, num_closed=num_closed, **turns),
     )
     links = [engine_hub.connect(f"engine-{number}", accepts=ToEngine) for number in range(2)]
     trainer_link = trainer_hub.connect("trainer-0", accepts=ToTrainer)

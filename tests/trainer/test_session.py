@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pipelinerl.messages import (
     CheckpointFailed,
     CheckpointSaved,
@@ -41,6 +43,16 @@ def test_it_tells_the_steps_done_the_newest_checkpoint_and_what_lies_in_buffers(
     assert session.published() == [published(5), published(6)]
     session.record_received(WeightBufferReleased(buffer="buffer-1"))
     assert session.published() == [published(6)]
+
+
+def test_a_policy_that_is_trained_in_place_is_told_again_while_its_copy_is_held():
+    session = TrainerSession(TrainerReady(replica=0, num_replicas=1, process_id=1, version=0))
+    policies = [msgspec.structs.replace(published(version), buffer="in place", copy=f"copy-{version}") for version in (1, 2)]
+    for policy in policies:
+        session.record_sent(policy)
+    assert session.published() == policies, "an orchestrator that takes another's place has to hand copy 1 back"
+    session.record_received(WeightBufferReleased(buffer="copy-1"))
+    assert session.published() == policies[1:]
 
 
 def test_a_checkpoint_that_failed_is_told_until_one_was_written():

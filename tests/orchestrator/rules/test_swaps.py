@@ -243,4 +243,5 @@ def test_a_copy_is_handed_back_by_the_engines_that_read_copies_alone():
     assert swaps.committed(1, (0, 2))
     assert swaps.take_free_buffers() == ["copy-1"], "engine 0 holds policy 1, and reads it where it is trained"
     swaps.forget_buffers()
+    swaps.left(1)
     assert swaps.take_free_buffers() == [], "they are gone with their trainer"

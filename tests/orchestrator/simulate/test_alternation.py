@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.rules.phases import Phases
 from orchestrator.simulate.draws import Distribution, fixed
+from orchestrator.simulate.generation import Generation
 from orchestrator.simulate.run import Simulated, simulate
 from orchestrator.simulate.world import Faults, SyncWorld
 from pipelinerl.errors import Stalled
@@ -146,6 +147,20 @@ def test_engines_apart_work_in_training_phases_and_those_in_turns_do_not(tmp_pat
     assert overlaps[0] < 0.1 * ended.seconds, "until a pass ends"
     assert (overlaps[1] > 0.2 * ended.seconds) is (mode == "streaming")
     check(ended)
+
+
+def test_new_groups_go_to_engines_that_are_awake(monkeypatch: pytest.MonkeyPatch):
+    sent = list[tuple[int, bool]]()
+    send = Generation._send_group
+
+    def seen(self: Generation, engine_id: int) -> None:
+        sent.append((engine_id, bool(self.asleep)))
+        send(self, engine_id)
+
+    monkeypatch.setattr(Generation, "_send_group", seen)
+    simulate(mixed(**MANY), WORLD)
+    assert {engine_id for engine_id, while_asleep in sent if while_asleep} == {1}
+    assert {engine_id for engine_id, while_asleep in sent if not while_asleep} == {0, 1}
 
 
 @pytest.mark.parametrize("seed", range(4))
