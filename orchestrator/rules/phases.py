@@ -99,7 +99,7 @@ class Phases:
         return self._bound is None or self._published is None or step <= self._published
 
     def woke(self, engine_id: int) -> None:
-        """Note that an engine has committed a policy, or announces itself."""
+        """Note that an engine is told of a policy, which will wake it, or announces itself."""
         self._awake.add(engine_id)
 
     def fell_asleep(self, engine_id: int) -> None:

@@ -25,7 +25,7 @@ class Alternation:
         trainer.on_moved = self.update
         weight_sync.may_order = lambda engine_id: self._is_generation or not config.takes_turns(engine_id)
         weight_sync.on_joined, weight_sync.on_left = self._joined, self._left
-        weight_sync.on_committed = self._committed
+        weight_sync.on_ordered, weight_sync.on_committed = self._ordered, self._committed
 
     @property
     def _is_generation(self) -> bool:
@@ -52,9 +52,12 @@ class Alternation:
         self._rest(engine, is_asleep=True)
         engine.sleep()
 
-    def _committed(self, engine: SimulatedEngine) -> None:
+    def _ordered(self, engine: SimulatedEngine) -> None:
         if self._config.takes_turns(engine.engine_id):
             self._phases.woke(engine.engine_id)
+
+    def _committed(self, engine: SimulatedEngine) -> None:
+        if self._config.takes_turns(engine.engine_id):
             self._rest(engine, is_asleep=False)
 
     def _rest(self, engine: SimulatedEngine, *, is_asleep: bool) -> None:

@@ -36,6 +36,7 @@ class WeightSync:
         """The callback says whether an engine may be told of policies: not while the trainer has its devices."""
         self.on_joined: Callable[[SimulatedEngine], None] = lambda engine: None
         self.on_left: Callable[[int], None] = lambda engine_id: None
+        self.on_ordered: Callable[[SimulatedEngine], None] = lambda engine: None
         self.on_committed: Callable[[SimulatedEngine], None] = lambda engine: None
         self.swaps = Swaps()
         self._events, self._world, self._link, self._generation = events, world, link, generation
@@ -80,6 +81,8 @@ class WeightSync:
         staging = engine.begin_staging(
             version=policy.age[1], when_idle=self._admission.schedule.swaps_when_idle, kv_max_staleness=self._kv_max_staleness
         )
+
+        self.on_ordered(engine)
 
         def staged() -> None:
             if not engine.is_alive:

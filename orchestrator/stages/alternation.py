@@ -140,10 +140,13 @@ class Alternation:
         """Seconds of the present phase."""
         return asyncio.get_running_loop().time() - self._since_s
 
+    def ordered(self, engine: Engine) -> None:
+        """Note that an engine is told of a policy: until it says that it sleeps again, it may wake at any moment."""
+        self._phases.woke(engine.engine_id)
+
     def committed(self, engine: Engine) -> None:
         """Note that an engine has taken a policy, and is awake."""
         if self.engines is not None and self.takes_turns(engine.engine_id):
-            self._phases.woke(engine.engine_id)
             self.engines.rest(engine, is_asleep=False)
 
     def _in_turns(self) -> list[Engine]:

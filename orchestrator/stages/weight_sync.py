@@ -132,6 +132,8 @@ class WeightSync:
             kv_max_mean_staleness=self.kv_policy.max_mean_staleness,
         )
         engine.ordered(version=version, rollback_epoch=rollback_epoch)
+        if self.alternation.is_in_turns(engine.engine_id):
+            self.alternation.ordered(engine)
         if self.engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
         else:

@@ -93,3 +93,29 @@ def test_an_engine_apart_takes_new_work_and_policies_while_the_other_sleeps(tmp_
             assert it.known.all_hold(2)
 
     simulate(program())
+
+
+def test_an_engine_that_is_told_of_a_policy_is_awaited_though_it_has_not_taken_it_yet(tmp_path: Path):
+    """A step may be closed while the order is under way: the engine then wakes in the trainer's phase, and sleeps again."""
+    num_closed = 0
+
+    async def program() -> None:
+        nonlocal num_closed
+        async with bench(tmp_path, num_closed=lambda: num_closed) as it:
+            alternation = it.weight_sync.alternation
+            for engine_id in range(2):
+                (told,) = received(it.engines[engine_id])
+                await fall_asleep(it, engine_id, told)
+            await it.publish(0)
+            num_closed = 1
+            alternation.update()
+            assert not alternation.may_train
+            for engine_id in range(2):
+                order, told = received(it.engines[engine_id])
+                assert isinstance(order, StageWeights)
+                await it.commit(engine_id, 0)
+                assert not alternation.may_train
+                await fall_asleep(it, engine_id, told)
+            assert alternation.may_train
+
+    simulate(program())

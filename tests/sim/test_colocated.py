@@ -94,6 +94,17 @@ def test_nothing_is_lost_or_read_while_it_changes_whoever_is_killed_in_whichever
     assert survived.kills
 
 
+@pytest.mark.slow
+def test_engines_that_are_told_of_a_policy_as_their_phase_ends_are_awaited_by_the_trainer(tmp_path: Path):
+    """Messages take a while, so that a step that was scored before the orchestrator died is closed while engines are being woken."""
+    faults = Faults(seed=2, until_s=60.0, orchestrator_s=4.0)
+    settings = colocated(engine={"count": 3}, pipeline={"max_staleness": 1}, trainer={"steps": 20})
+    network = NetworkFaults(delay_s=0.02, jitter_s=0.1, seed=2)
+    survived = survive(settings, folder=tmp_path, faults=faults, world=dataclasses.replace(WORLD, seed=2), network=network)
+    check(survived, num_steps=20)
+    assert survived.kills["orchestrator"] > 8
+
+
 # --- some engines in turns, others apart -------------------------------------------------------------------------------------------
 
 
