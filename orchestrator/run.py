@@ -61,6 +61,7 @@ class Run:
             engines=parts.engines,
             scorers=parts.scorers,
             pins=self.pipeline.weight_sync,
+            takes_turns=parts.alternation.is_in_turns,
             sampling=parts.sampling(temperature=config.evaluation.temperature),
             environment=self.pipeline.environment,
             journal=given.journal,

@@ -85,6 +85,10 @@ class Alternation:
         """Return whether an engine shares its devices with the trainer."""
         return self.engines is not None and self.takes_turns(engine_id)
 
+    def is_beside(self, engine_id: int) -> bool:
+        """Return whether an engine has devices of its own in a run where others take turns."""
+        return self.engines is not None and not self.takes_turns(engine_id)
+
     def may_order(self, engine_id: int) -> bool:
         """Return whether an engine may be told of policies."""
         return self._is_generation or not self.is_in_turns(engine_id)
@@ -142,7 +146,8 @@ class Alternation:
 
     def ordered(self, engine: Engine) -> None:
         """Note that an engine is told of a policy: until it says that it sleeps again, it may wake at any moment."""
-        self._phases.woke(engine.engine_id)
+        if self.is_in_turns(engine.engine_id):
+            self._phases.woke(engine.engine_id)
 
     def committed(self, engine: Engine) -> None:
         """Note that an engine has taken a policy, and is awake."""

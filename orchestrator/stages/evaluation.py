@@ -49,8 +49,6 @@ class Pins(Protocol):
 
     def is_settled(self, engine: Engine) -> bool: ...
 
-    def takes_turns(self, engine_id: int) -> bool: ...
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Evaluation:
@@ -78,6 +76,8 @@ class Evaluation:
     journal: Journal
     ledger: Ledger
     watch: Watch
+    takes_turns: Callable[[int], bool] = lambda engine_id: False
+    """The callback says whether the trainer waits for an engine that keeps its version."""
     environment: EnvironmentStage | None = None
     results: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """The pairs (version, mean reward) of every evaluation, also of earlier processes of the run."""
@@ -121,7 +121,7 @@ class Evaluation:
     async def _pinned(self) -> AsyncIterator[tuple[int, list[int]]]:
         """Keep some engines at one version; yield the version and the ids of these engines."""
         outstanding = self.engines.outstanding()
-        apart = {engine_id: held for engine_id, held in outstanding.items() if not self.pins.takes_turns(engine_id)}
+        apart = {engine_id: held for engine_id, held in outstanding.items() if not self.takes_turns(engine_id)}
         free = apart or outstanding  # the trainer waits for one that takes turns with it
         chosen = sorted(free, key=lambda engine_id: free[engine_id])[: max(1, int(PINNED_FRACTION * len(outstanding)))]
         engines = [self.engines[engine_id] for engine_id in chosen]

@@ -67,10 +67,9 @@ class WeightSync:
     _tasks: asyncio.TaskGroup | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        turns = self.alternation
-        self._swaps = Swaps(reads_copies=lambda engine_id: turns.is_used and not turns.is_in_turns(engine_id))
+        self._swaps = Swaps(reads_copies=self.alternation.is_beside)
         self._news = PolicyNews(trainer=self.trainer, swaps=self._swaps)
-        turns.swaps, turns.begin_generation = self._swaps, self._order_all
+        self.alternation.swaps, self.alternation.begin_generation = self._swaps, self._order_all
         self.engines.on_policy(WeightsStaged, self._on_staged)
         self.engines.on_policy(WeightsCommitted, self._on_committed)
         self.engines.on_policy(WeightsRefused, self._on_refused)
@@ -132,8 +131,7 @@ class WeightSync:
             kv_max_mean_staleness=self.kv_policy.max_mean_staleness,
         )
         engine.ordered(version=version, rollback_epoch=rollback_epoch)
-        if self.alternation.is_in_turns(engine.engine_id):
-            self.alternation.ordered(engine)
+        self.alternation.ordered(engine)
         if self.engines.peers.send(engine.peer, order):
             self._tasks.create_task(self._wait_for_commit(engine, policy))
         else:
@@ -186,10 +184,6 @@ class WeightSync:
             self._swaps.pin(engine.engine_id, is_pinned=is_pinned)
             self.alternation.update()
             self._order(engine)
-
-    def takes_turns(self, engine_id: int) -> bool:
-        """Return whether an engine that keeps its version holds up the trainer."""
-        return self.alternation.is_in_turns(engine_id)
 
     def is_settled(self, engine: Engine) -> bool:
         """Return whether an engine has no swap under way, and neither sleeps nor is about to."""

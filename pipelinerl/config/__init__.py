@@ -124,7 +124,7 @@ class Config(Section):
 
     def takes_turns(self, engine_id: int) -> bool:
         """Return whether an engine shares its devices with the trainer, and sleeps while that has them."""
-        return self.is_colocated and engine_id < self.engine.num_in_turns
+        return self.is_colocated and engine_id < self.engine.count - self.engine.apart
 
     @property
     def learning_rate(self) -> float:

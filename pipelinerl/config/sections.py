@@ -107,8 +107,7 @@ class EngineSection(Section):
     )
     apart: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="pipeline.placement = colocated: of these engines, the last ones, as many as this, have devices of their own and go on"
-        " while the trainer has those of the others",
+        description="pipeline.placement = colocated: the last so many engines have devices of their own and go on while the trainer works",
     )
     max_count: PositiveInt | None = Field(
         None, description="engines to which `pipelinerl scale RUN engines=N` may bring a live run; default: twice count, and 8 at least"
@@ -162,11 +161,6 @@ class EngineSection(Section):
     def num_here(self) -> int:
         """Engines that are started with the run."""
         return self.count - self.elsewhere
-
-    @property
-    def num_in_turns(self) -> int:
-        """Engines that share the trainer's devices, in a run that is colocated: the first ones."""
-        return self.count - self.apart
 
     @property
     def most(self) -> int:

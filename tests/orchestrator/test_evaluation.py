@@ -52,16 +52,12 @@ class Pins:
     def __init__(self) -> None:
         self.pinned: list[int] = []
         self.swapping: set[int] = set()
-        self.in_turns: set[int] = set()
 
     def pin(self, engine: Engine, *, is_pinned: bool) -> None:
         (self.pinned.append if is_pinned else self.pinned.remove)(engine.engine_id)
 
     def is_settled(self, engine: Engine) -> bool:
         return engine.engine_id not in self.swapping
-
-    def takes_turns(self, engine_id: int) -> bool:
-        return engine_id in self.in_turns
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -353,7 +349,7 @@ def test_an_engine_for_which_the_trainer_would_wait_is_kept_only_where_there_is_
 
         async def body(in_turns: set[int] = in_turns, kept: list[int] = kept):
             async with bench(tmp_path, every=1) as it:
-                it.pins.in_turns = in_turns
+                it.evaluation.takes_turns = in_turns.__contains__
                 async with it.evaluation._pinned() as (_, engine_ids):
                     assert it.pins.pinned == engine_ids == kept
 

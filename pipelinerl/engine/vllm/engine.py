@@ -86,7 +86,7 @@ class VllmEngine:
             choices = (*choices, str(budget))
             sizes = {"kv_cache_memory_bytes": budget.cache_bytes, "gpu_memory_utilization": budget.utilization}
             options |= sizes | {"max_num_batched_tokens": batched_tokens(engine.options)}
-        self._is_colocated, self._in_sections = is_colocated, in_sections
+        self._is_colocated, self._in_sections = is_colocated, in_sections or is_colocated
         if is_colocated and torch.cuda.is_available():
             self._staging = Staging.HOST  # a second model on the device is what sleep is to save
             options |= {"enable_sleep_mode": True}
