@@ -212,10 +212,10 @@ def test_modes_that_a_config_does_not_allow_are_refused_before_anything_runs(con
 
 def test_the_mixed_mode_takes_two_engines_and_has_half_of_them_in_turns(config: Path, capsys: pytest.CaptureFixture[str]):
     def settings(**sized: int) -> str:
-        (own,) = (one for one in settings_of("mixed", EngineSection(**sized)) if "apart" in one)
+        (own,) = (one for one in settings_of("mixed", EngineSection.model_validate(sized)) if "apart" in one)
         return own
 
     assert [settings(count=2), settings(count=5), settings(count=5, apart=4)] == ["engine.apart=1", "engine.apart=2", "engine.apart=4"]
-    assert _possible(config, ["engine.count=2"], EngineSection(**{"count": 2})) == list(MODES)
-    assert _possible(config, [], EngineSection(**{})) == [mode for mode in MODES if mode != "mixed"]
+    assert _possible(config, ["engine.count=2"], EngineSection.model_validate({"count": 2})) == list(MODES)
+    assert _possible(config, [], EngineSection.model_validate({})) == [mode for mode in MODES if mode != "mixed"]
     assert "mixed is left out: " in capsys.readouterr().out

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ async def bench(
     folder: Path, *, mode: Mode = Mode.STREAMING, num_closed: Callable[[], int] | None = None, num_apart: int = 0
 ) -> AsyncIterator[Bench]:
     """With `num_closed`, engines share their devices with the trainer, but for the last `num_apart` of two."""
-    turns = {"takes_turns": lambda engine_id: engine_id < 2 - num_apart, "bound": 2 if num_apart else None}
+    turns: dict[str, Any] = {"takes_turns": lambda engine_id: engine_id < 2 - num_apart, "bound": 2 if num_apart else None}
     engine_hub, trainer_hub = MemoryHub(accepts=FromEngine), MemoryHub(accepts=FromTrainer)
     peers = Peers(engine_hub, role="engine", expected=2, ready_deadline_s=10.0, silent_after_s=1000.0)
     trainer = Peers(trainer_hub, role="trainer", expected=1, ready_deadline_s=10.0, silent_after_s=1000.0)
