@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 
-from rich.markup import escape
-
-from pipelinerl.cli import clusters, plan, reference, runs, scale, serve, simulate, train
-from pipelinerl.cli.app import app, errors
-from pipelinerl.errors import PipelineError
-
-for group in (train, clusters, scale, serve, plan, simulate, runs, reference):
-    app.add_typer(group.commands)
+INTERRUPTED = 130
+"""Exit code of a program that SIGINT has ended, as shells count."""
 
 
 def main() -> None:
-    """Entry point: errors of our own tree, and those of files and disks, print as one message and exit with 1."""
+    """Run a command. Ctrl-C ends it without a traceback, also while its code is still being imported, which takes a second."""
     try:
-        app()
-    except PipelineError as error:
-        errors.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        do = "; make room there, and `--resume` goes on" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        errors.print(
-            f"[bold red]{type(error).__name__}[/]: {escape(f'{error.strerror or error}{where}{do}')}", highlight=False, soft_wrap=True
-        )
-        sys.exit(1)
+        from pipelinerl.cli.entry import run
+
+        run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from pipelinerl import __version__
-from pipelinerl.__main__ import app, main
+from pipelinerl.__main__ import main
+from pipelinerl.cli.entry import app
 from pipelinerl.cli.modes import MODES, _possible, settings_of
 from pipelinerl.config import EngineSection
 from pipelinerl.config.file import load
@@ -163,6 +165,21 @@ def test_a_second_resume_of_a_live_run_is_refused_with_who_holds_it_and_touches_
     after = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
     assert after.keys() == before.keys()
     assert [path.name for path in after if after[path] != before[path]] in ([], ["lease.json"]), "its holder has let go since"
+
+
+def test_who_interrupts_a_command_that_is_still_being_imported_sees_no_traceback():
+    program = """
+        import sys
+        class Interrupts:
+            def find_spec(self, name, path=None, target=None):
+                if name == "pipelinerl.cli.runs":
+                    raise KeyboardInterrupt
+        sys.meta_path.insert(0, Interrupts())
+        from pipelinerl.__main__ import main
+        main()
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
 def test_the_version_prints():

@@ -18,8 +18,8 @@ import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from pipelinerl.__main__ import app
 from pipelinerl.algorithms.methods import method_of
+from pipelinerl.cli.entry import app
 from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.config.file import known_keys, parse
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pipelinerl.__main__ import app
 from pipelinerl.algorithms.listing import describe_run
 from pipelinerl.algorithms.loss import measure_step
 from pipelinerl.algorithms.loss.call import call_rule
@@ -16,6 +15,7 @@ from pipelinerl.algorithms.methods import METHODS
 from pipelinerl.algorithms.rules import COLUMNS, with_columns
 from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.algorithms.validation import RunFacts, needs_several_epochs
+from pipelinerl.cli.entry import app
 from pipelinerl.config.file import parse
 from tests.algorithms.every_method import filled, sample
 from tests.algorithms.rows import EVERYTHING, changed, method_of, pack

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pipelinerl.__main__ import app
+from pipelinerl.cli.entry import app
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.gpu_checks import whole_runs
 from pipelinerl.launch.gpu_checks.running import Result, run_all

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pipelinerl.__main__ import app
+from pipelinerl.cli.entry import app
 from pipelinerl.config import Config
 from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.observe.alarms.names import ALARMS

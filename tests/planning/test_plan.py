@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pipelinerl.__main__ import app
+from pipelinerl.cli.entry import app
 from pipelinerl.config.file import load
 from pipelinerl.errors import ConfigError
 from pipelinerl.planning.formulas import SHEET
