@@ -110,7 +110,14 @@ def look_apart(config: Config, *, module: str, imports: str) -> Iterator[Finding
         settings.write_text(config.model_dump_json())
         command = [sys.executable, "-m", module, "--config", str(settings), "--output", str(output)]
         try:
-            code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=ROWS_DEADLINE_S).returncode
+            code = subprocess.run(
+                command,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                timeout=ROWS_DEADLINE_S,
+                process_group=0,  # Ctrl-C ends this process, which kills that one: by itself it would print a traceback
+            ).returncode
         except subprocess.TimeoutExpired:
             yield fail(imports, f"the rows could not be read within {ROWS_DEADLINE_S:g} s")
             return

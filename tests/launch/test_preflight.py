@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from pipelinerl.launch.preflight import check
 from pipelinerl.launch.unused_keys import refused, unused_keys
 from pipelinerl.planning import memory
 from pipelinerl.runtime.findings import Finding, Level, collect, sentences
+from tests import processes
 from tests.tiny_models import make_classifier, make_qwen2
 
 pytestmark = pytest.mark.process
@@ -414,6 +417,27 @@ def test_a_dry_run_is_the_whole_preflight_and_starts_nothing(settings: Callable[
         assert words in shown.stderr
     assert "Traceback" not in shown.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_who_interrupts_the_look_at_the_rows_sees_no_traceback_and_leaves_nobody(settings: Callable[..., Config], tmp_path: Path):
+    settings()
+    said_id = "pathlib.Path('looking').write_text(f'{os.getpid()}\\n')"
+    (tmp_path / "slow.py").write_text(f"import os, pathlib, time\ndef rows():\n    {said_id}\n    time.sleep(100)\n    yield {{}}\n")
+    config = settings(data={"source": "slow.py:rows"})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    program = (
+        "import pathlib; from pipelinerl.config import Config; from pipelinerl.launch.preflight import look_apart\n"
+        "config = Config.model_validate_json(pathlib.Path('config.json').read_bytes())\n"
+        "try: list(look_apart(config, module='orchestrator.preflight', imports='rows'))\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    command = [sys.executable, "-c", program]
+    looking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process_id = int(processes.read_when_written(tmp_path / "looking"))
+    os.killpg(looking.pid, signal.SIGINT)
+    said, errors = looking.communicate(timeout=processes.PATIENCE_S)
+    assert (said, "Traceback" in errors) == ("interrupted\n", False), errors
+    processes.wait_until(lambda: not processes.is_alive(process_id), what="the look outlives who asked for it")
 
 
 def test_a_dry_run_of_ten_thousand_rows_takes_seconds_and_no_torch(settings: Callable[..., Config], tmp_path: Path):
