@@ -28,6 +28,7 @@ class Protocol(HttpToolsProtocol):
     """uvicorn's protocol, with a deadline for what comes before a body, and a bound for all that is none; it has neither.
 
     Trailers count, since uvicorn keeps them with the headers, also of a request that was answered before its end.
+    A connection has one request at a time.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -47,6 +48,10 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Thousands fit what is read at once, and each would wait in memory; clients of today send none before they have an answer.
+            self.transport.abort()
+            raise ConnectionAbortedError("a request came before the answer to the one before it")
         self._expect_head()
         super().on_message_begin()
 

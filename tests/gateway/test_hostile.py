@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -90,6 +91,22 @@ def test_trailers_of_any_size_are_not_kept_from_who_has_no_token(desk: Serving, 
         long.sendall(b"POST /episodes/next HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ")
         with pytest.raises(OSError, match=r"reset|Broken"):
             long.sendall(endless * 256)
+
+
+def test_a_connection_has_one_request_at_a_time_and_others_are_served_on(desk: Serving) -> None:
+    request, said = b"GET /episodes/next HTTP/1.1\r\nHost: x\r\n\r\n", b""
+    with stranger(desk) as flood:
+        for number in (1, 2):  # one after the other, on the same connection
+            flood.sendall(request)
+            while said.count(b"}}") < number:
+                said += flood.recv(4096)
+        with contextlib.suppress(OSError):
+            flood.sendall(request * 9000)
+            while piece := flood.recv(1 << 16):
+                said += piece
+    assert 2 <= said.count(b"HTTP/1.1 401") <= 3
+    with desk.client() as client:
+        assert client.get("/episodes/next").status_code == 401
 
 
 def test_a_body_in_many_small_chunks_is_read(desk: Serving) -> None:
