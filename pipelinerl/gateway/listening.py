@@ -35,7 +35,7 @@ def server_of(app: Any, *, max_connections: int) -> Server:
             http=Protocol,
             ws="none",
             lifespan="off",
-            log_level="warning",
+            log_level="error",  # a warning for each malformed request would let strangers fill the disk of the run
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from pipelinerl.gateway import limits
+from pipelinerl.gateway.listening import listen, server_of
 from tests.gateway.serving import RUN_TOKEN, Serving, serving
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -107,6 +110,34 @@ def test_a_connection_has_one_request_at_a_time_and_others_are_served_on(desk: S
     assert 2 <= said.count(b"HTTP/1.1 401") <= 3
     with desk.client() as client:
         assert client.get("/episodes/next").status_code == 401
+
+
+def test_strangers_who_send_garbage_or_come_in_crowds_write_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    async def attack() -> list[bytes]:
+        listener, address = listen("127.0.0.1", 0, section="gateway")
+        listener.listen()
+        server = server_of(Starlette(), max_connections=2)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        host, _, port = address.removeprefix("http://").partition(":")
+        crowd = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        said = []
+        for garbage in (
+            b"\x00\xff\r\n\r\n",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/9\r\n\r\n",
+            b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        ):
+            reader, writer = crowd.pop()
+            writer.write(garbage)
+            said.append(await asyncio.wait_for(reader.read(15), 5.0))
+            writer.close()
+        server.should_exit = True
+        await serving
+        return said
+
+    said = asyncio.run(attack())
+    assert {answer[:12] for answer in said} == {b"HTTP/1.1 400", b"HTTP/1.1 503"}
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_a_body_in_many_small_chunks_is_read(desk: Serving) -> None:
