@@ -22,6 +22,7 @@ from pipelinerl.config import EngineSection
 from pipelinerl.config.file import load
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.runtime.lease import held
+from tests.observe.report.synthetic import write_run
 
 CONFIG = """
 [model]
@@ -180,6 +181,13 @@ def test_who_interrupts_a_command_that_is_still_being_imported_sees_no_traceback
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(("words", "written"), [(("report", "--no-what-if"), "report.html"), (("trace",), "trace.json.gz")])
+def test_what_is_written_is_named_in_one_line_as_it_stands(tmp_path: Path, words: tuple[str, ...], written: str):
+    folder = tmp_path / f"[bold]-{'long' * 30}"
+    write_run(folder)
+    assert pipelinerl(*words, str(folder)).stdout.splitlines()[-1] == f"{words[0]}: {folder / written}"
 
 
 def test_the_version_prints():

@@ -41,7 +41,7 @@ def slurm(
     if submit:
         refuse(preflight(settings, runs_here=False))
     script = job.prepare(settings)
-    console.print(f"script: {escape(str(script))}")
+    console.print(f"script: {escape(str(script))}", soft_wrap=True)
     for line in check_gpus(settings, settings.slurm, key="slurm"):
         console.print(line, highlight=False)
     if submit:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from pipelinerl.cli.app import Overrides, RunFolder, console, exit_as
 from pipelinerl.errors import ConfigError
@@ -78,7 +79,7 @@ def report(
         return
     if what_if and (run_folder / "ledger.sqlite").is_file():
         _foretell(run_folder)
-    console.print(f"report: {write_report(run_folder)}")
+    console.print(f"report: {escape(str(write_report(run_folder)))}", soft_wrap=True)
 
 
 def _foretell(run_folder: Path) -> None:
@@ -127,7 +128,8 @@ def compare(
         raise ConfigError("--steps, --seconds and --reward are of --modes, which runs a config; name it, or leave them out")
     from pipelinerl.observe.report.comparison import write_comparison
 
-    console.print(f"comparison: {write_comparison(list(map(Path, what)), path=page or Path('comparison.html'))}")
+    written = write_comparison(list(map(Path, what)), path=page or Path("comparison.html"))
+    console.print(f"comparison: {escape(str(written))}", soft_wrap=True)
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -166,7 +168,7 @@ def trace(run_folder: RunFolder) -> None:
     """Write a run's timeline as a Chrome trace, which ui.perfetto.dev opens."""
     from pipelinerl.observe.tracking.trace import write_trace
 
-    console.print(f"trace: {write_trace(run_folder)}")
+    console.print(f"trace: {escape(str(write_trace(run_folder)))}", soft_wrap=True)
 
 
 @commands.command(rich_help_panel=PANEL)

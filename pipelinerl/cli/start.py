@@ -65,8 +65,8 @@ def train(
         finally:
             report(run_folder)
     log = (run_folder / "logs" / "orchestrator.log").read_text().splitlines()
-    console.print(escape(log[-1]) if log else "")
-    console.print(f"model: {escape(str(run_folder / 'model'))}")
+    console.print(escape(log[-1]) if log else "", soft_wrap=True)
+    console.print(f"model: {escape(str(run_folder / 'model'))}", soft_wrap=True)
 
 
 def print_plan(settings: Config) -> None:
@@ -123,7 +123,7 @@ def report(run_folder: Path) -> None:
     if not has_lines(run_folder / "journal" / "orchestrator.jsonl"):
         return
     try:
-        console.print(f"report: {escape(str(write_report(run_folder)))}")
+        console.print(f"report: {escape(str(write_report(run_folder)))}", soft_wrap=True)
     except (OSError, PipelineError) as error:
         errors.print(f"no report: {escape(str(error))}; `pipelinerl report {run_folder}` writes it later", highlight=False, soft_wrap=True)
 
