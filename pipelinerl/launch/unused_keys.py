@@ -61,6 +61,9 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     judge = tuple(f"prm.judge.{key}" for key in type(config.prm.judge).model_fields if key != "url")
     yield judge, config.prm.judge.url is not None, "prm.judge.url names no endpoint"
     yield ("trainer.parallel.schedule",), config.trainer.parallel.pipeline > 1, "trainer.parallel.pipeline is 1"
+    gathers = config.trainer.layout.shard > 1 and config.trainer.layout.pipeline == 1 and config.trainer.backend == "fsdp2"
+    why = "layers are gathered ahead where fsdp2 shards them (trainer.parallel.shard above 1) and no pipeline keeps them"
+    yield ("trainer.prefetch_layers",), gathers, why
     yield ("critic.learning_rate", "critic.warmup_steps"), bool(method.needs & CRITICS), f"algorithm {method.name} trains no critic"
     yield ("reference.offload",), bool(config.reference.folders), "reference.path names no model"
     yield ("sft_stream.batch_size",), config.sft_stream.source is not None, "sft_stream.source names no rows"

@@ -271,16 +271,20 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
         prm={"early_stop": {"keep_probability": 0.5}},
         pipeline={"mode": "sync", "max_staleness": 9},
         critic={"learning_rate": 1e-4},
+        trainer={"prefetch_layers": 3},
     )
     said = list(unused_keys(config, method=method_of(config)))
     assert [sentence.partition(":")[0] for sentence in said] == [
         "lora.alpha",
         "evaluation.every",
         "prm.early_stop.keep_probability",
+        "trainer.prefetch_layers",
         "critic.learning_rate",
         "pipeline.max_staleness",
     ]
     assert not list(unused_keys(settings(), method=method_of(settings())))
+    sharded = settings(trainer={"prefetch_layers": 3, "ranks": 2, "parallel": {"shard": 2}})
+    assert not list(unused_keys(sharded, method=method_of(sharded)))
     quantised = settings(engine={"options": {"quantization": "awq"}})
     assert next(refused(quantised, method=method_of(quantised))).startswith('engine.options.quantization is "awq": vLLM repacks')
     beside = settings(engine={"options": {"quantization": "awq"}}, lora={"rank": 8})
