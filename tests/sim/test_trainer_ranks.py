@@ -99,7 +99,7 @@ def test_a_layout_that_does_not_start_falls_back_to_the_one_before_with_its_engi
     came_back: list[int] = []
 
     async def beside(given: Beside) -> None:
-        machine, launcher = Machine(given), Launcher(given, **{fault: (2,)})
+        machine, launcher = Machine(given), Launcher(given, fails=(2,) if fault == "fails" else (), hangs=(2,) if fault == "hangs" else ())
         task = asyncio.create_task(launcher.run())
         try:
             await after_step(given, 2)
