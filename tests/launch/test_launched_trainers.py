@@ -56,6 +56,7 @@ TRAINER = """
         file.write(f"{ranks} ")
     while not (folder / f"stop-{ranks}").exists():
         time.sleep(0.01)
+    sys.exit("it ends badly, and is to be followed" if ranks == 1 else 0)
 """
 
 

@@ -483,6 +483,18 @@ def test_a_trainer_that_is_to_stop_between_two_steps_gets_the_rest_of_its_step_a
     simulate(program())
 
 
+def test_a_pull_waits_until_every_replica_of_its_trainer_is_known(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_replicas=2) as it:
+            await it.put(row(0, handmade.sample(5)), row(0, handmade.sample(5, group_id=1)))
+            it.links[1].send(TrainerReady(replica=1, num_replicas=2, process_id=1, version=0))
+            assert await it.ask(1, step=0, index=0) == [], "where its trainer is nobody knows"
+            it.links[0].send(TrainerReady(replica=0, num_replicas=2, process_id=2, version=0))
+            assert names(await it.answers(1)) == [("1/0",)]
+
+    simulate(program())
+
+
 def test_a_trainer_of_the_ranks_before_is_told_to_end_while_one_of_others_is_awaited(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path) as it:
