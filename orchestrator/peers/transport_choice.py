@@ -52,11 +52,6 @@ class TransportChoice:
         sharded = self.config.weights.model_copy(update={"transport": "sharded"})
         return next(sharded_policies_can_be_sent(sharded, self.config.trainer, self.config.engine), None) is None
 
-    @property
-    def _could_be_sharded(self) -> bool:
-        sharded = self.config.weights.model_copy(update={"transport": "sharded"})
-        return next(sharded_policies_can_be_sent(sharded, self.config.trainer, self.config.engine), None) is None
-
     def why_unreached(self, ready: EngineReady) -> str | None:
         """Say why no policy would reach an engine that joins a run under way; None where they do, or nothing was chosen yet."""
         return None if self._transport is None else why_unreached(ready, self._transport, trainer=self._trainer)
