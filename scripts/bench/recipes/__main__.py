@@ -90,7 +90,7 @@ def main(folder: Path, names: list[str]) -> None:
         (folder / MODEL).symlink_to(ROOT / "runs" / "smollm2-135m-instruct")
     elif "async_rl" in names:
         (folder / MODEL).parent.mkdir()
-        (folder / MODEL).symlink_to(make_taught_demo(folder / "demo"))
+        (folder / MODEL).symlink_to(make_taught_demo(folder.with_name("taught-demo")))
     else:
         make_model(folder / MODEL)
     make_data(folder, sl_steps=SL_STEPS, rl_steps=RL_STEPS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,13 @@ def make_model(folder: Path) -> None:
 
 
 def make_taught_demo(folder: Path) -> Path:
-    """Make the demo's model and its supervised start in an empty folder; return the folder of the taught one."""
-    settings = prepare(folder)
-    warm_start(settings)
+    """Make the demo's model and its supervised start, unless they are whole; return the folder of the taught one."""
+    settings = folder / "demo.toml"
+    if not (folder / "whole").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        settings = prepare(folder)
+        warm_start(settings)
+        (folder / "whole").touch()
     return load(settings).sft_output
 
 
