@@ -37,7 +37,7 @@ def measure(arguments: Any) -> harness.Measured:
     words = f"{OPEN} slots, {PASS_S * 1e3:g} ms for a forward pass, steps of {processes.SAMPLES_PER_STEP} samples, {seconds:g} s of each"
     found = harness.Measured(notes=[words])
     ways = {"own loop": lambda: _own(seconds), "agents": lambda: _agents(seconds)}
-    turns = harness.in_turns(1 if arguments.quick else 3, ways)
+    turns = harness.in_turns(1 if arguments.quick else arguments.rounds, ways)
     for name, rows in turns.items():
         for row in rows:
             found.rows.append({"rollouts by": name} | row)
@@ -84,4 +84,5 @@ def _steady(run_folder: Path, *, seconds: float) -> harness.Row:
 
 
 if __name__ == "__main__":
-    harness.run("gateway", measure)
+    rounds = {"--rounds": {"type": int, "default": 3, "help": "runs of each kind; one takes half a minute"}}
+    harness.run("gateway", measure, options=rounds)

@@ -63,7 +63,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
             "learning_rate=0.0001",
             "max_steps_off_policy=1",
             "loss_fn=ppo",
-            "seed=0",
+            "seed=10",
         ),
     ),
     "distillation": (
