@@ -20,6 +20,7 @@ from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.rollouts import Rollout
 from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.sending import Sending
 from orchestrator.simulate.sequence import Sequence
 from orchestrator.simulate.waits import Waits
 from orchestrator.simulate.world import ScoringWorld
@@ -95,7 +96,7 @@ class Generation:
         self._siblings: dict[int, list[Rollout]] = {}
         """By group, where groups are cut."""
         self._workload, self._world, self._limits, self._books, self._num_prompts = workload, world, limits, books, num_prompts
-        self._admit_s, self._admits_at_s = admit_s, 0.0
+        self.sending = Sending(events, each_s=admit_s)
         self._in_engines: list[dict[Rollout, None]] = [{} for _ in engines]
         self._lost: dict[int, list[Rollout]] = {}
         """Rollouts to be asked for again, by group."""
@@ -114,13 +115,14 @@ class Generation:
         for group_id in list(self._lost):
             if self.full() is None:
                 self._ask_again(group_id)
-        while self.events.now_s >= self._admits_at_s and (engine_id := self._engine_for_a_group()) is not None:
+        while self.sending.is_free and (engine_id := self._engine_for_a_group()) is not None:
             self._send_group(engine_id)
-            self._admits_at_s = self.events.now_s + self._admit_s
+            self.sending.sent()
         self._send_rollouts()
-        if self.events.now_s < self._admits_at_s:  # the last group that was sent is being prepared
-            self.events.at(self._admits_at_s, self.credit)
+        if not self.sending.is_free:
+            self.events.at(self.sending.next_s, self.credit)
             return
+        self.sending.over()
         self.waits.now("generation", self._held_back_by() or NO_ENGINE)
 
     def _send_rollouts(self) -> None:

@@ -93,7 +93,7 @@ class WeightSync:
 
         when_idle = None if engine.num_running else self._world.idle_stage_s
         stage_s = float((when_idle or self._world.stage_s).at(self._chance.standard_normal(1))[0])
-        self._link.send(self._world.num_bytes, lambda: self._events.after(stage_s, staged))
+        self._link.send(self._world.num_bytes, lambda: self._events.after(stage_s, lambda: self._generation.sending.when_over(staged)))
 
     def _committed(self, engine: SimulatedEngine, committed: Committed) -> None:
         if self.swaps.committed(engine.engine_id, (0, committed.version)):

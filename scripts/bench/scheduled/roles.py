@@ -247,7 +247,11 @@ def _config_of(case: Case, one: Candidate) -> Config:
         case,
         {
             "engine": {"count": int(inputs["engines"]), "max_running": int(inputs["max_running"]), "options": options},
-            "trainer": {"ranks": layout.ranks, "parallel": parallel, "activation_checkpointing": bool(inputs["is_checkpointed"])},
+            "trainer": {
+                "ranks": layout.ranks,
+                "parallel": parallel,
+                "activation_checkpointing": "full" if inputs["is_checkpointed"] else "none",
+            },
             "pipeline": {"placement": "colocated"} if inputs["mode"] >= 3 else {},
         },
     )

@@ -287,6 +287,24 @@ def test_groups_are_sent_one_after_another_on_paper():
     assert simulate(settings, dataclasses.replace(ON_PAPER, admit_s=0.25)).totals.step_ends_s[0] == pytest.approx(6.25)
 
 
+def test_the_first_engine_with_a_new_policy_gets_all_groups_that_may_be_sent_then():
+    """Four groups a step, a quarter of a second each: the other engine has the policy sooner than that, and is heard of after them."""
+    sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=0.2), pause_s=0.0)
+    settings = config(batch={"groups_per_step": 4}, pipeline={"max_staleness": 0}, trainer={"steps": 4})
+    run = _Run(settings, dataclasses.replace(ON_PAPER, sync=sync, admit_s=0.25), seed=0, faults=Faults(), events=Events(), journal=None)
+    given: dict[int, set[int]] = {}
+    score = run.generation.on_finished
+
+    def give(one: Rollout) -> None:
+        given.setdefault(one.group_id // 4, set()).add(one.engine_id)
+        score(one)
+
+    run.generation.on_finished = give
+    run.run(limit_s=1e6)
+    assert given[0] == {0, 1}, "both hold the first model from the beginning"
+    assert [len(given[step]) for step in (1, 2, 3)] == [1, 1, 1]
+
+
 def test_a_prompt_that_siblings_share_is_computed_once_on_paper():
     """A row of two siblings has 1 + 4 + 4 tokens to compute, at a second each: 4 s of passes, 9 of the row, 1 of the step's end."""
     world = dataclasses.replace(ON_PAPER, trainer=TrainerWorld(token_s=1.0, step_s=1.0))
