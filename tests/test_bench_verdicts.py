@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from scripts.bench import harness
 from scripts.bench.harness import Scale, Speeds, Verdict, Work
-from scripts.bench.machine import REFERENCE, Watch, reference_s
+from scripts.bench.machine import REFERENCE, Others, Watch, reference_s
 from scripts.bench.verdict import SLOWEST, STEADY, Goal, disturbed, kept
 
 
@@ -115,3 +117,22 @@ def test_the_reference_machine_has_a_name_and_a_figure_for_each_kind_of_work() -
     assert stored["machine"]
     assert set(stored["seconds"]) == {work.value for work in Work}
     assert all(value > 0 for value in stored["seconds"].values())
+
+
+def test_what_others_take_of_the_machine_leaves_out_a_grandchild_that_nobody_waits_for():
+    """It works for a while and is killed with its parent, which has not waited for it; beside it, somebody else's work may go on."""
+    work = "left = 20_000_000\nwhile left:\n    left -= 1\nprint('done', flush=True)\nimport time\ntime.sleep(60)"
+    parent = (
+        f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {work!r}])\nprint(child.pid, flush=True)\nchild.wait()"
+    )
+    others = Others()
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        assert process.stdout.readline() == "done\n"
+        process.kill()
+        worked_s = others._by_process.get(child, 0.0)
+        os.kill(child, 9)
+    others.fraction()
+    assert worked_s > 0.2
+    assert others._by_process[child] >= worked_s

@@ -18,9 +18,11 @@ import functools
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +38,10 @@ REFERENCE = Path(__file__).with_name("reference.json")
 SUBTRACTIONS, COPIED_BYTES, DURABLE_WRITES, WRITTEN_BYTES = 600_000, 64 << 20, 8, 4096
 REPETITIONS = 5
 STORE_S = 60.0
+LOOK_S = 0.25
+"""Between two looks at a tree of processes; what one does after its last look counts as somebody else's."""
+MOST_OTHERS = 0.05
+"""Part of the machine's cores that other processes may take during a run; beyond it a run says nothing of a quiet machine."""
 
 
 def _loop_s() -> float:
@@ -130,6 +136,57 @@ class Watch:
         ]
         again = f"; {self.num_repeated} disturbed parts measured again" if self.num_repeated else ""
         return f"machine, of the reference's speed: {', '.join(told)}{again}"
+
+
+class Others:
+    """What other processes take of this machine's cores, from now on until it is asked; Linux.
+
+    Own are this process and all that it starts. Those that nobody waits for at their end, such as killed workers, are in no account of
+    their parents, so a thread looks at the tree, too.
+    """
+
+    def __init__(self) -> None:
+        self._busy_s, self._own_s, self._began_s = _busy_s(), _waited_s(), time.monotonic()
+        self._by_process: dict[int, float] = {os.getpid(): 0.0}
+        """Seconds of each process of the tree, as last seen."""
+        self._has_ended = threading.Event()
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+        self._watching.start()
+
+    def fraction(self) -> float:
+        """Return their part of all cores' time."""
+        self._has_ended.set()
+        self._watching.join()
+        own_s = max(_waited_s() - self._own_s, sum(self._by_process.values()))
+        return max(0.0, _busy_s() - self._busy_s - own_s) / (time.monotonic() - self._began_s) / (os.cpu_count() or 1)
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(LOOK_S):
+            found = dict(filter(None, map(_process, Path("/proc").glob("[0-9]*/stat"))))
+            for process_id in sorted(found):
+                parent, seconds = found[process_id]
+                if process_id != os.getpid() and (parent in self._by_process or process_id in self._by_process):
+                    self._by_process[process_id] = seconds
+
+
+def _process(path: Path) -> tuple[int, tuple[int, float]] | None:
+    """Return (id, (parent, seconds of a core)) of a process; None where it has just ended."""
+    try:
+        fields = path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(path.parent.name), (int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+
+
+def _busy_s() -> float:
+    """Seconds of all cores in which anything ran, since the machine's start."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _waited_s() -> float:
+    """Seconds of this process, and of those that it started and waited for."""
+    return sum(one.ru_utime + one.ru_stime for one in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def reference_s(work: Work) -> float:

@@ -35,6 +35,7 @@ from orchestrator.simulate.world import World
 from scripts.bench import harness
 from scripts.bench.foreseen import cases
 from scripts.bench.foreseen.cases import FOLDER, ROOT, draw
+from scripts.bench.machine import MOST_OTHERS
 
 FORECASTS = harness.RESULTS / "foresight-forecasts.json"
 """One record for each seed that was drawn, in order; the last is the one that stages act on."""
@@ -133,7 +134,7 @@ def _missing(number: int | None) -> int | None:
 
 def counts(one: dict[str, Any]) -> bool:
     """Return whether a try came to its end on a machine of its own; of the first seed's nobody measured it."""
-    return "live" in one and one.get("others", 0.0) <= cases.MOST_OTHERS
+    return "live" in one and one.get("others", 0.0) <= MOST_OTHERS
 
 
 def errors_of(foretold: dict[str, float], live: dict[str, float]) -> dict[str, float]:

@@ -7,9 +7,7 @@ is just then is measured before and after each run that is learned from, and bef
 from __future__ import annotations
 
 import json
-import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from pipelinerl.config.file import load, load_run
 from pipelinerl.observe.report.headline import headline
 from pipelinerl.observe.report.reading import read_tables
 from scripts.bench.demo_runs import prepare
-from scripts.bench.machine import Watch
+from scripts.bench.machine import MOST_OTHERS, Others, Watch
 from scripts.bench.verdict import Work
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,8 +29,7 @@ FOLDER = ROOT / "runs" / "foresight"
 STEPS, LEARNED_STEPS = 32, 20
 LOOKS = 6
 """Times that the machine's speed is measured; the median counts. One look is off by a few percent."""
-MOST_OTHERS, MOST_TRIES = 0.05, 3
-"""Part of the machine's cores that other processes may take during a run; beyond it a run says nothing of a quiet machine."""
+MOST_TRIES = 3
 LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "long": ({"max_tokens": 64}, ()),
     "sync": ({"max_tokens": 24}, ("pipeline.mode=sync",)),
@@ -127,23 +124,12 @@ def live(case: dict[str, Any], *overrides: str) -> tuple[Path, float]:
     settings = prepare(FOLDER / "live")
     settings.write_text(settings.read_text().partition("[evaluation]")[0])
     before = set((FOLDER / "live").glob("demo-*/"))
-    whole_s, own_s, began_s = _busy_s(), _own_s(), time.monotonic()
+    others = Others()
     subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case), *overrides], check=True, cwd=ROOT)
-    others_s = _busy_s() - whole_s - (_own_s() - own_s)
+    taken = others.fraction()
     (folder,) = (path for path in set((FOLDER / "live").glob("demo-*/")) - before if (path / "journal").is_dir())
     load_run(folder)
-    return folder, max(0.0, others_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
-
-
-def _busy_s() -> float:
-    """Seconds of all cores in which anything ran, since the machine's start; Linux."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_s() -> float:
-    """Seconds of a core that this process and those that it started, and that have ended, took."""
-    return sum(one.ru_utime + one.ru_stime for one in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return folder, taken
 
 
 def speed() -> float:

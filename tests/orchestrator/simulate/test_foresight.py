@@ -14,6 +14,7 @@ from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
 from orchestrator.simulate.world import EngineWorld, ScoringWorld, TrainerWorld, World
 from scripts.bench.foreseen import blind, cases, published
+from scripts.bench.machine import MOST_OTHERS
 from tests.orchestrator.simulate.worlds import BUSY, config
 
 
@@ -96,6 +97,6 @@ def test_a_slower_processor_takes_longer_for_all_but_what_sleeps():
 
 def test_a_try_beside_which_others_worked_does_not_count_and_one_that_failed_shows_nothing():
     live = {"live": {"tokens_per_s": 1.0}}
-    assert blind.counts(live | {"others": cases.MOST_OTHERS})
-    assert not blind.counts(live | {"others": cases.MOST_OTHERS + 0.01})
+    assert blind.counts(live | {"others": MOST_OTHERS})
+    assert not blind.counts(live | {"others": MOST_OTHERS + 0.01})
     assert not blind.counts({"failed": "exit status 1"})
