@@ -126,10 +126,11 @@ def run(index: int) -> None:
 
 
 def _missing(number: int | None) -> int | None:
-    """Return the first case, or the one with this number, of which no try counts."""
-    code = _record()["code"]
-    done = {one["case"] for one in _tries() if one["code"] == code and ("failed" in one or counts(one))}
-    return next((index for index in range(NUM_CASES) if index not in done and number in (None, index)), None)
+    """Return the case with the fewest tries of those of which none counts, or the one with this number; None where none is left."""
+    tries = [one for one in _tries() if one["code"] == _record()["code"]]
+    done = {one["case"] for one in tries if "failed" in one or counts(one)}
+    left = [index for index in range(NUM_CASES) if index not in done and number in (None, index)]
+    return min(left, key=lambda index: sum(one["case"] == index for one in tries), default=None)
 
 
 def counts(one: dict[str, Any]) -> bool:
@@ -155,7 +156,8 @@ def errors_by_seed() -> dict[int, tuple[list[dict[str, float]], list[dict[str, f
         at_speed = [
             errors_of(one["foretold"], one["live"]) if "foretold" in one else each for one, each in zip(tries, committed, strict=True)
         ]
-        found[record["seed"]] = at_speed, committed
+        if tries:
+            found[record["seed"]] = at_speed, committed
     return found
 
 
