@@ -75,8 +75,7 @@ class Generation:
         """Engines that take no new work while they sleep and others are awake."""
         self.outstanding = [0] * len(engines)
         """Rollouts that each engine was asked for and has not answered."""
-        self.num_outstanding = 0
-        self.has_changed = True
+        self.num_outstanding, self.has_changed = 0, True
         """Whether another group might be admitted: what a live run's credits signal."""
         self.num_missing = 0
         """Engines that are dead."""
@@ -192,8 +191,7 @@ class Generation:
     def _send_group(self, engine_id: int) -> None:
         group_id = self._next_group()
         self.admission.admitted()
-        draws = self._workload.group(group_id)
-        epoch, row = divmod(group_id, self._num_prompts)
+        draws, (epoch, row) = self._workload.group(group_id), divmod(group_id, self._num_prompts)
         self._open[group_id] = self._limits.num_siblings
         rollouts: list[Rollout] = []
         for sibling in range(self._limits.num_siblings):
@@ -289,8 +287,8 @@ class Generation:
             return
         self._out_of_engine(rollout)
         if self.dispatch is not None:
-            is_whole = sequence.finish in (Finish.STOP, Finish.LENGTH)
-            self.dispatch.ended(rollout.name, engine_id=rollout.engine_id, num_tokens=sequence.written if is_whole else None)
+            num_tokens = sequence.written if sequence.finish in (Finish.STOP, Finish.LENGTH) else None
+            self.dispatch.ended(rollout.name, engine_id=rollout.engine_id, num_tokens=num_tokens)
         rollout.sequence = None
         rollout.runs += sequence.runs
         rollout.num_sampled += sequence.written
