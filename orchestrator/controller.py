@@ -47,10 +47,11 @@ from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.errors import ConfigError, DataError, PipelineError, ScriptError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
-from pipelinerl.launch.launcher import Launcher, launcher_of
+from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.preflight import check
 from pipelinerl.launch.roles import Role, begin_early, processes_beside_script, sidecars_of
 from pipelinerl.launch.run_folder import SCRIPT_FILE, make_run_folder, needed_by_agents
+from pipelinerl.launch.run_launcher import launcher_of
 from pipelinerl.messages import Prompt
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses

@@ -41,10 +41,11 @@ from pipelinerl.data.tokenizer import decoder, load_tokenizer
 from pipelinerl.data.vocabulary import vocabulary_of
 from pipelinerl.errors import ConfigError, ScriptError
 from pipelinerl.launch import resuming
-from pipelinerl.launch.launcher import Launcher, launcher_of
+from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.policies import check_policies, make_folders, make_ready, place_policies, roles_in, settings_in
 from pipelinerl.launch.roles import Role, begin_early
 from pipelinerl.launch.run_folder import SCRIPT_FILE, folder_of_policy, needed_by_agents
+from pipelinerl.launch.run_launcher import launcher_of
 from pipelinerl.messages import FromEngine, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.devices import usable_gpus

@@ -18,9 +18,9 @@ from pipelinerl.config.file import load
 from pipelinerl.data.hub import resolved
 from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
-from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import roles_of
 from pipelinerl.launch.run_folder import TINKER_FILE, make_run_folder
+from pipelinerl.launch.run_launcher import launcher_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease, held

@@ -16,9 +16,9 @@ from pipelinerl.data.hub import resolved
 from pipelinerl.errors import ConfigError, PipelineError
 from pipelinerl.launch import resuming
 from pipelinerl.launch.gpus import place
-from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import begin_early, roles_of, sidecars_of
 from pipelinerl.launch.run_folder import GATEWAY_FILE, make_run_folder, needed_by_agents
+from pipelinerl.launch.run_launcher import launcher_of
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.devices import usable_gpus

@@ -200,11 +200,12 @@ _BOUNDS = {"gt": "> ", "ge": ">= ", "lt": "< ", "le": "<= "}
 _TOML_TYPES = {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path", Any: "value"}
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
+def _apply(tree: dict[str, Any], override: object) -> None:
+    """Set one key. An override is anything: a caller from Python may give a list of them in place of each."""
+    key, equals, text = override.partition("=") if isinstance(override, str) else ("", "", "")
     parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`")
+    if not isinstance(override, str) or not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not `section.key=value`, for example `trainer.steps=10`, as one text for each key")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):

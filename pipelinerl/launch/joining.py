@@ -16,9 +16,9 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.errors import ConfigError, PeerGone, PeerSilent
 from pipelinerl.launch.gpus import place
-from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.roles import Role, engines_elsewhere, joined_engines
 from pipelinerl.launch.run_folder import is_finished
+from pipelinerl.launch.run_launcher import launcher_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.membership import ScaleFolder, StartedBy, is_own
 from pipelinerl.transport.endpoint import is_listening

@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from pipelinerl.config import Config
 from pipelinerl.errors import ConfigError, LeaseError, PeerGone
 from pipelinerl.launch import processes
-from pipelinerl.launch.gpus import place_joined
 from pipelinerl.launch.processes import Processes
-from pipelinerl.launch.roles import TRAINER, Role, joined_engines
+from pipelinerl.launch.roles import TRAINER, Role
 from pipelinerl.launch.run_folder import forget_endpoints
-from pipelinerl.launch.trainer_starts import TrainerStarts, gone_engines, starts_of
-from pipelinerl.runtime.devices import usable_gpus
+from pipelinerl.launch.trainer_starts import TrainerStarts
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
 from pipelinerl.runtime.membership import ScaleFolder, StartedBy, State
@@ -42,35 +38,6 @@ SAVE_GRACE_S = 60.0
 """Seconds that processes may take to save and end once the orchestrator has ended. Shorter cuts off large models being written."""
 LOOK_EVERY_S = 1.0
 """Seconds between two looks for processes that stand still."""
-
-
-def launcher_of(
-    config: Config,
-    roles: tuple[Role, ...],
-    run_folder: Path,
-    *,
-    lease: Lease | None,
-    early: EarlyProcesses | None = None,
-    is_orchestrator: bool = False,
-) -> Launcher:
-    """Return the launcher of a run, with what its settings allow it. One with a `lease` starts engines that join the run later, too."""
-    return Launcher(
-        roles,
-        run_folder,
-        joined=None if lease is None else functools.partial(_joined, config, run_folder),
-        trainers=None if lease is None else starts_of(config, run_folder, roles),
-        restarts=Restarts(budget=config.run.restarts, first_wait_s=config.run.restart_wait_s),
-        stopped_limit_s=config.pipeline.stall_limit_s,
-        lease=lease,
-        early=early,
-        is_orchestrator=is_orchestrator,
-    )
-
-
-def _joined(config: Config, run_folder: Path, engine_id: int, others: Iterable[Role]) -> Role:
-    """The role of an engine that joins a run on this machine. Raises `ConfigError` where there is no GPU for it."""
-    role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER)
-    return place_joined(config, role, others, usable_gpus(), gone=gone_engines(run_folder))
 
 
 class Launcher:

@@ -21,10 +21,10 @@ from pipelinerl.config import Config, NodesSection, RunSection
 from pipelinerl.errors import LeaseError, PipelineError
 from pipelinerl.launch.attempts import SAVE, attempt_folder, code_file
 from pipelinerl.launch.gpus import place
-from pipelinerl.launch.launcher import launcher_of
 from pipelinerl.launch.placement import nodes_of, roles_on
 from pipelinerl.launch.roles import Role, sidecars_of
 from pipelinerl.launch.run_folder import is_finished
+from pipelinerl.launch.run_launcher import launcher_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.lease import LEASE_S, RENEW_EVERY_S, Lease, held
 from pipelinerl.runtime.process import record_failure

@@ -367,8 +367,8 @@ def test_a_later_override_wins_and_a_wrong_one_is_refused_like_a_key_of_the_file
         load(file, overrides=["trainer.setps=7"])
 
 
-@pytest.mark.parametrize("override", ["trainer.steps", "=3", "trainer.=3", ".steps=3"])
-def test_what_is_no_override_says_how_one_looks(file: Path, override: str):
+@pytest.mark.parametrize("override", ["trainer.steps", "=3", "trainer.=3", ".steps=3", ["trainer.steps=3"], {"trainer.steps": 3}])
+def test_what_is_no_override_says_how_one_looks(file: Path, override: Any):
     with pytest.raises(ConfigError, match=r"is not `section.key=value`, for example `trainer.steps=10`"):
         load(file, overrides=[override])
 

@@ -27,7 +27,7 @@ LAUNCHER = """
     import asyncio, dataclasses, sys
     from pathlib import Path
     from pipelinerl.config.file import load_run
-    from pipelinerl.launch.launcher import launcher_of
+    from pipelinerl.launch.run_launcher import launcher_of
     from pipelinerl.launch.roles import roles_of
     from pipelinerl.runtime.lease import held
     folder = Path(folder)
