@@ -50,7 +50,7 @@ class WeightSync:
 
     def announce(self, version: int) -> None:
         """Take a policy that the trainer has published."""
-        self.on_line("policy", version=version, buffer=f"simulated-{version}", digest="", rollback_epoch=0)
+        self.on_line("policy", version=version, buffer=f"simulated-{version}", digest="", rollback_epoch=0, copy="")
         self.swaps.published(Policy(age=(0, version), buffer=f"simulated-{version}", digest=""))
         self._admission.published(version)
         self.order_all()
