@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelinerl.config.file import parse, write_run
+from pipelinerl.engine.__main__ import _run_engine
 from pipelinerl.messages import EngineReady, FromEngine, Stop
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub
@@ -60,6 +64,35 @@ def test_an_engine_that_was_told_to_end_while_another_lives_on_is_forked_again(t
             asyncio.run(program(parent))
         finally:
             parent.kill()
+
+
+class _Built(Exception):
+    """An engine was about to load its model."""
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"pipeline": {"placement": "colocated"}, "engine": {"count": 3, "apart": 1}}, [(True, True), (True, True), (False, True)]),
+        ({"engine": {"count": 2}}, [(False, False), (False, False)]),
+    ],
+)
+def test_only_engines_that_take_turns_share_their_device_and_all_beside_them_read_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], expected: list[tuple[bool, bool]]
+):
+    told: list[tuple[bool, bool]] = []
+
+    def engine(**given: Any) -> None:
+        told.append((given["is_colocated"], given["in_sections"]))
+        raise _Built
+
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # else an engine on a machine with GPUs waits for an orchestrator
+    monkeypatch.setitem(sys.modules, "pipelinerl.engine.vllm.engine", types.SimpleNamespace(VllmEngine=engine))
+    config = parse(SETTINGS | sections, origin="a test")
+    for engine_id in range(config.engine.count):
+        with pytest.raises(_Built):
+            _run_engine(engine_id, config, tmp_path, wait_s=None, is_awaited=lambda: True)
+    assert told == expected
 
 
 KILLED = """
