@@ -160,10 +160,11 @@ class TrainerSession:
         return TrainerProgress(num_done=self.steps.num_done, is_next_closed=is_closed, num_steps=self.num_steps)
 
     def end_training(self, reason: str) -> bool:
-        """Have the trainer save and publish its policy, and train no further; return False where a replica cannot be told."""
+        """Have the trainer save and publish its policy, and train no further; return False where a replica cannot be told, or is not there
+        yet."""
         self._is_ending = True
         told = [self.trainer.send(f"trainer-{replica}", EndTraining(reason=reason)) for replica in self.replicas]
-        return bool(told) and all(told)
+        return self.is_whole and all(told)
 
     def replace(self, num_replicas: int, reason: str) -> None:
         """End the trainer, which has saved all that it has trained, and await another one of so many replicas."""

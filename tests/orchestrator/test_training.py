@@ -658,6 +658,20 @@ def test_a_trainer_that_another_orchestrator_told_to_train_no_further_is_told_to
     simulate(program())
 
 
+def test_a_trainer_that_is_not_there_or_not_whole_cannot_be_told_to_train_no_further(tmp_path: Path):
+    async def program() -> None:
+        async with bench(tmp_path, num_replicas=2) as it:
+            assert not it.training.session.end_training("stopped by a signal")
+            it.links[0].send(TrainerReady(replica=0, num_replicas=2, process_id=1, version=0))
+            await asyncio.sleep(0.01)
+            assert not it.training.session.end_training("stopped by a signal"), "its other replica would go on, and it would wait for it"
+            it.links[1].send(TrainerReady(replica=1, num_replicas=2, process_id=2, version=0))
+            await asyncio.sleep(0.01)
+            assert it.training.session.end_training("stopped by a signal")
+
+    simulate(program())
+
+
 def test_only_the_replica_that_speaks_for_all_ends_their_training(tmp_path: Path):
     async def program() -> None:
         async with bench(tmp_path, num_replicas=2) as it:
