@@ -35,6 +35,7 @@ from pipelinerl.messages import (
     TerminalStatus,
     Trajectory,
 )
+from pipelinerl.runtime.membership import MAX_DRAIN_S
 from pipelinerl.storage.checkpoint_folder import name_of
 from pipelinerl.transport.codec import Decoder, encode
 
@@ -298,9 +299,14 @@ class ScriptedRun:
         has it do.
 
         Those that came last leave. What they have not ended after `drain_s` seconds goes on in others, with its tokens where it can. Raises
-        `NotReallocated` for a number that this run cannot have, for one of several policies, and where an engine does not come or go.
+        `NotReallocated` for a number that this run cannot have, for one of several policies, and where an engine does not come or go;
+        `ScriptError` for what is no number.
         """
         self._script.waits.check()
+        if not isinstance(engines, int):
+            raise ScriptError(f"reallocate: engines is {engines!r}, expected a whole number")
+        if not (isinstance(drain_s, int | float) and 0 <= drain_s <= MAX_DRAIN_S):
+            raise ScriptError(f"reallocate: drain_s is {drain_s!r}, expected 0 to {MAX_DRAIN_S:g} seconds")
 
         async def reallocate() -> str:
             if self._given.policy:

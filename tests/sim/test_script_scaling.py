@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.run import Run
 from orchestrator.scripted_run import ScriptedRun
-from pipelinerl.errors import NotReallocated
+from pipelinerl.errors import NotReallocated, ScriptError
 from pipelinerl.runtime.membership import ScaleRequest, State
 from tests.sim.chaos import Faults, survive
 from tests.sim.peers import World
@@ -75,6 +75,34 @@ def test_what_cannot_be_is_said_by_name_and_the_run_goes_on(tmp_path: Path) -> N
         await step(asked)
 
     played(script, tmp_path, beside=starts_nothing, settings={"engine": {"ready_deadline_s": 10.0}})
+
+
+def test_what_is_no_number_is_an_error_of_the_call_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def script(asked: ScriptedRun) -> None:
+        wrong: Any
+        for wrong in ("2", 2.0, None):
+            with pytest.raises(ScriptError, match=f"reallocate: engines is {wrong!r}, expected a whole number"):
+                await asked.reallocate(engines=wrong)
+        for wrong in (-1.0, float("nan"), "60", None, 1e9):
+            with pytest.raises(ScriptError, match=f"reallocate: drain_s is {wrong!r}, expected 0 to 86400 seconds"):
+                await asked.reallocate(engines=1, drain_s=wrong)
+        await step(asked)
+        assert engines_of(asked) == {0, 1}
+
+    played(script, tmp_path)
+
+
+def test_two_tasks_that_ask_at_once_are_answered_each(tmp_path: Path) -> None:
+    async def script(asked: ScriptedRun) -> None:
+        first, second = await asyncio.gather(asked.reallocate(engines=4), asked.reallocate(engines=3), return_exceptions=True)
+        assert str(first) == "reallocate: engines=4: engines=3 was asked for by somebody else meanwhile"
+        assert second is None
+        assert engines_of(asked) == {0, 1, 2}
+        await asyncio.gather(asked.reallocate(engines=1), asked.reallocate(engines=1))
+        assert engines_of(asked) == {0}
+        await step(asked)
+
+    played(script, tmp_path)
 
 
 def test_a_run_in_turns_keeps_its_engines(tmp_path: Path) -> None:
