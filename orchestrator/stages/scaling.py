@@ -106,16 +106,13 @@ class Scaling:
         before = self.membership.record()
         if asked is None or asked.request_id <= before.request_id:
             return
-        trainer = self.trainer.change
-        changes = asked.trainer is not None and asked.trainer != trainer.record.wanted
-        self._scale(asked, tasks, refused=trainer.why_not(asked.trainer) if changes and asked.trainer is not None else None)
-        if changes and asked.trainer is not None and not self.membership.record().refused:
-            engines_before = before.num_wanted if asked.engines is not None else None
-            tasks.create_task(self._change_trainer(asked.trainer, engines_before, tasks))
+        self._scale(asked, tasks)
 
-    def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, refused: str | None = None) -> None:
-        """Have engines join or leave, or refuse all of the request."""
-        leaving = self.membership.scale(asked, refused=refused)
+    def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
+        """Have engines join or leave, and the trainer change, or refuse all of the request."""
+        change, num_before = self.trainer.change, self.membership.num_wanted
+        ranks = asked.trainer if asked.trainer != change.record.wanted else None
+        leaving = self.membership.scale(asked, refused=None if ranks is None else change.why_not(ranks))
         record = self.membership.record()
         self.journal.write(
             "scale",
@@ -125,6 +122,9 @@ class Scaling:
             started_by=asked.started_by,
             refused=record.refused,
         )
+        if ranks is not None and not record.refused:  # before engines that join are told of: they may be meant for what the trainer leaves
+            self.trainer.begin(ranks)
+            tasks.create_task(self._change_trainer(asked.engines, num_before, tasks))
         for engine in list(self.engines):
             if engine.leaves_for and self.membership.state(engine.engine_id) is State.LIVE:  # it stays after all
                 self.engines.leave(engine, "")
@@ -137,13 +137,14 @@ class Scaling:
                 self.engines.dismiss(member.engine_id, member.reason)
         self.folder.publish(record)
 
-    async def _change_trainer(self, ranks: int, engines_before: int | None, tasks: asyncio.TaskGroup) -> None:
-        """Change the trainer's ranks once engines that leave have left; where that fails, have as many engines as before."""
+    async def _change_trainer(self, num_engines: int | None, num_before: int, tasks: asyncio.TaskGroup) -> None:
+        """Change the trainer's ranks once engines that leave have left; where that fails, have as many engines as before, unless somebody
+        has asked for another number than `num_engines` since."""
         while self.membership.is_draining():  # each is given up after its own deadline
             await self.credits.wait()
-        if not await self.trainer.carry_out(ranks) and engines_before is not None:
+        if not await self.trainer.carry_out() and self.membership.num_wanted == num_engines:
             newest = self.membership.record().request_id
-            self._scale(ScaleRequest(request_id=newest + 1, engines=engines_before), tasks)
+            self._scale(ScaleRequest(request_id=newest + 1, engines=num_before), tasks)
             self._tell()
 
     async def _drain(self, engine: Engine, *, drain_s: float) -> None:

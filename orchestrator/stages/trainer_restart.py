@@ -62,14 +62,17 @@ class TrainerRestart:
             if said.epoch == self.change.record.epoch:
                 self._give_up_waiting(said.reason)
 
-    async def carry_out(self, ranks: int) -> bool:
-        """Have the trainer go on with so many ranks; return False where it goes on as before.
+    def begin(self, ranks: int) -> None:
+        """Have the trainer go on with so many ranks, once `carry_out` is called: from now on no other change is."""
+        self.change.begin(ranks)
+        self.tell()
+
+    async def carry_out(self) -> bool:
+        """Carry out the change that has begun; return False where the trainer goes on as before.
 
         Raises `PeerSilent` where no trainer starts any more, in the layout before neither.
         """
-        self.change.begin(ranks)
-        self.tell()
-        training = self.training
+        training, ranks = self.training, self.change.record.wanted
         training.pulls.is_held = True
         try:
             with self.watch.waiting("scaling", f"the trainer to save, to go on with {ranks} ranks"):

@@ -17,7 +17,7 @@ class Phase(enum.StrEnum):
     SETTLED = "settled"
     """None is under way."""
     SAVING = "saving"
-    """The trainer is to save between two steps. Until then nothing is given up."""
+    """The trainer is to save between two steps, once engines have left that are to. Until it has, nothing of it is given up."""
     STARTING = "starting"
     """It has saved, and is to end; another one is awaited."""
 

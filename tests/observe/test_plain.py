@@ -124,7 +124,7 @@ def test_what_an_earlier_life_said_is_no_news():
 def test_a_change_of_the_trainers_ranks_is_told_phase_by_phase_and_why_it_was_given_up() -> None:
     log, line = Log(), {"kind": "trainer_ranks", "epoch": 1}
     assert log.at(1, {"kind": "scale", "engines": 2, "trainer": 2, "refused": ""}) == ["1 s: engines=2 trainer=2 is asked for"]
-    assert log.at(2, {**line, "ranks": 1, "wanted": 2, "phase": "saving"}) == ["2 s: the trainer of 1 rank saves, to go on with 2"]
+    assert log.at(2, {**line, "ranks": 1, "wanted": 2, "phase": "saving"}) == ["2 s: the trainer of 1 rank is to save, and to go on with 2"]
     assert log.at(3, {**line, "ranks": 2, "before": 1, "phase": "starting"}) == ["3 s: a trainer of 2 ranks starts, in place of one of 1"]
     assert log.at(4, {**line, "ranks": 2, "phase": "settled"}) == ["4 s: the trainer has 2 ranks"]
     given_up = log.at(5, {**line, "ranks": 1, "phase": "settled", "reason": "no room"})

@@ -13,7 +13,7 @@ from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.config import Config
 from pipelinerl.errors import PeerSilent
-from pipelinerl.runtime.membership import State
+from pipelinerl.runtime.membership import Members, State
 from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
 from tests.sim import peers
 from tests.sim.run import Beside, Cast, Simulated, config, run
@@ -119,6 +119,66 @@ def test_a_layout_that_does_not_start_falls_back_to_the_one_before_with_its_engi
     assert came_back == [2], "the engine that had made room is there again"
     assert [phase for phase, _, _ in told(ended)] == ["settled", "saving", "starting", "starting", "settled"]
     assert len([line for line in ended.lines if line["kind"] == "step"]) == 40
+
+
+async def answered(given: Beside, launcher: Launcher) -> Members:
+    while (found := given.folder.members()) is None or found.request_id < launcher._requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return found
+
+
+def test_a_change_that_waits_for_engines_to_leave_is_told_at_once_and_another_one_is_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    async def beside(given: Beside) -> None:
+        launcher = Launcher(given)
+        task = asyncio.create_task(launcher.run())
+        try:
+            await after_step(given, 0)
+            launcher.ask(engines=2, trainer=2, drain_s=60.0)
+            found = await answered(given, launcher)
+            assert State.DRAINING in {one.state for one in found.members}
+            record = given.folder.trainer()
+            assert record is not None
+            assert (record.ranks, record.wanted) == (1, 2)
+            launcher.ask(engines=1, trainer=3)
+            found = await answered(given, launcher)
+            assert State.DRAINING in {one.state for one in found.members}
+            assert found.num_wanted == 2, "nothing of it is carried out"
+            refused.append(found.refused)
+            assert (await launcher.settled(after=1)).ranks == 2
+            await asyncio.Event().wait()
+        finally:
+            task.cancel()
+
+    slow = peers.World(step_s=1.0)
+    ended = run(settings(), folder=tmp_path, beside=beside, world=slow, cast=Cast(trainer=nobody), limit_s=3000.0)
+    assert ended.problems() == []
+    assert refused == ["trainer=3: the trainer changes to 2 ranks; ask again once it has"]
+
+
+def test_engines_that_were_asked_for_since_stay_where_a_change_is_taken_back(tmp_path: Path) -> None:
+    wanted: list[int] = []
+
+    async def beside(given: Beside) -> None:
+        launcher = Launcher(given, hangs=(2,))
+        task = asyncio.create_task(launcher.run())
+        try:
+            await after_step(given, 2)
+            launcher.ask(engines=2, trainer=2)
+            while (record := given.folder.trainer()) is None or record.phase is not Phase.STARTING:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            launcher.ask(engines=1)
+            await launcher.settled(after=2)
+            await asyncio.sleep(1.0)
+            wanted.append((await answered(given, launcher)).num_wanted)
+            await asyncio.Event().wait()
+        finally:
+            task.cancel()
+
+    ended = simulated(settings(steps=40), tmp_path, beside)
+    assert ended.problems() == []
+    assert wanted == [1]
 
 
 def test_a_run_whose_trainer_starts_in_neither_layout_ends_and_says_so(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class TrainerRanksRow:
         given_up = f", since a change was given up: {self.reason}" if self.reason else ""
         match self.phase:
             case "saving":
-                return f"the trainer of {_ranks(self.ranks)} saves, to go on with {self.wanted}"
+                return f"the trainer of {_ranks(self.ranks)} is to save, and to go on with {self.wanted}"
             case "starting":
                 return f"a trainer of {_ranks(self.ranks)} starts, in place of one of {self.before}{given_up}"
             case _:
