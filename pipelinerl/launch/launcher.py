@@ -212,7 +212,8 @@ class Launcher:
         if failed == "orchestrator":
             forget_endpoints(self._run_folder)
         await asyncio.sleep(wait_s)
-        await self._start(failed)
+        if self._is_live() and failed not in self._running:  # where it is, the trainer of a change has taken its place meanwhile
+            await self._start(failed)
 
     def _explain(self, failed: str) -> str:
         """The first error that any process recorded; else how the failed one ended, with the end of its log."""

@@ -12,6 +12,7 @@ from pipelinerl.launch import trainer_starts
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role
 from pipelinerl.launch.trainer_starts import TrainerStarts
+from pipelinerl.runtime.restarts import Restarts
 from tests import processes
 from tests.launch.test_trainer_starts import settings
 
@@ -58,6 +59,48 @@ TRAINER = """
         time.sleep(0.01)
     sys.exit("it ends badly, and is to be followed" if ranks == 1 else 0)
 """
+
+
+KILLS = """
+    import os, pathlib, signal, time
+    from pipelinerl.runtime.membership import ScaleFolder
+    from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
+    folder = pathlib.Path(folder)
+    scale, said, log = ScaleFolder(folder), folder / "said", folder / "logs" / "launcher.log"
+
+    def wait(what):
+        while not what():
+            time.sleep(0.01)
+
+    wait(lambda: said.exists() and said.read_text().endswith(" "))
+    os.kill(int(said.read_text()), signal.SIGKILL)
+    wait(lambda: log.exists() and "starting it again in" in log.read_text())
+    change = {"ranks": 2, "wanted": 2, "before": 1, "configured": 1, "epoch": 1}
+    scale.publish_trainer(TrainerRanks(phase=Phase.STARTING, **change))
+    wait(lambda: len(said.read_text().split()) == 2)
+    scale.publish_trainer(TrainerRanks(phase=Phase.SETTLED, **change))
+    time.sleep(3.0)  # longer than the first one would have waited to start again
+    (folder / "stop").touch()
+"""
+KILLED = """
+    import os, pathlib, time
+    folder = pathlib.Path(folder)
+    with open(folder / "said", "a") as file:
+        file.write(f"{os.getpid()} ")
+    while not (folder / "stop").exists():
+        time.sleep(0.01)
+"""
+
+
+def test_a_trainer_that_is_killed_as_another_takes_its_place_is_not_started_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Role(name="trainer", command=processes.program(KILLED, folder=tmp_path))
+    monkeypatch.setattr(trainer_starts, "trainer_of", lambda config, run_folder: trainer)
+    orchestrator = Role(name="orchestrator", command=processes.program(KILLS, folder=tmp_path))
+    restarts, starts = Restarts(budget=2, first_wait_s=2.5), TrainerStarts(settings(), tmp_path)
+    asyncio.run(Launcher((orchestrator, trainer), tmp_path, trainers=starts, restarts=restarts).run())
+    assert len((tmp_path / "said").read_text().split()) == 2
 
 
 def test_a_trainer_of_other_ranks_is_started_once_the_one_before_has_ended_and_one_that_fails_is_told_of(

@@ -342,6 +342,21 @@ def test_who_stands_still_is_killed_and_started_again_and_nobody_else_is(
     assert {name: lives(folder, name) for name in codes} == {name: 2 if name == who else 1 for name in codes}
 
 
+def test_who_waits_to_be_started_again_is_not_once_the_run_was_told_to_end(folder: Path):
+    ends = """
+        import os, pathlib, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        log = pathlib.Path(folder, "logs", "launcher.log")
+        while not log.exists() or "starting it again in 1 s" not in log.read_text(): time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(100)
+    """
+    dies = 'import os, pathlib\nwith open(pathlib.Path(folder, name + ".lives"), "a") as file: file.write("x")\nos.kill(os.getpid(), 9)'
+    roles = (role("orchestrator", ends, folder), role("trainer", dies, folder))
+    asyncio.run(Launcher(roles, folder, restarts=Restarts(budget=9, first_wait_s=1.0)).run())
+    assert lives(folder, "trainer") == 1
+
+
 def test_a_spent_budget_ends_the_run_and_says_how_often_it_was_tried(folder: Path):
     with pytest.raises(PeerGone, match=r"engines was killed by SIGKILL after 1 restarts"):
         run_again(folder, num_restarts=1, orchestrator=COUNTS, engines=DIES_TWICE)
