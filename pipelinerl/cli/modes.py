@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from pipelinerl.observe.report.modes import ModeFigures, ModeRun, common_reward,
 from pipelinerl.observe.report.page import write_whole
 from pipelinerl.observe.report.reading import Tables, read_tables
 from pipelinerl.observe.report.units import dashed
+from pipelinerl.runtime.process import die_with_parent
 
 MODES: Mapping[str, tuple[Mode, Placement]] = {
     "sync": (Mode.SYNC, Placement.APART),
@@ -111,7 +114,13 @@ def _run(config_file: Path, overrides: Sequence[str], *, folder: Path, mode: str
     began = time.monotonic()
     works_since = is_told_to_end = None
     with log.open("w") as output, console.status(f"{mode} ({place}): starts") as line:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a terminal's Ctrl-C would reach it, too, and a second one ends a run without saving
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
         try:
             while process.poll() is None:
                 following = following or next(map(FollowedRun, folder.glob(f"{mode}-2*")), None)
