@@ -42,7 +42,8 @@ class TrainerStarts:
         Raises `ConfigError` where they have no GPUs.
         """
         record = self._record()
-        is_first, self._epoch, self._due_since = self._epoch is None, 0 if record is None else record.epoch, None
+        is_first, self._due_since = self._epoch is None, None
+        self._epoch = 0 if record is None else record.epoch - (record.phase is Phase.SAVING)  # whose trainer is still to be started
         if record is None or (is_first and record.ranks == record.configured):
             return given
         role = trainer_of(with_ranks(self._config, record.ranks), self._run_folder)

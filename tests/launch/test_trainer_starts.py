@@ -54,6 +54,19 @@ def test_each_change_starts_one_trainer_with_its_ranks(tmp_path: Path, given: Ro
     assert not starts.is_on_trial(), "there is nothing left to fall back to"
 
 
+def test_a_trainer_that_is_started_again_while_it_is_to_save_ends_for_the_one_of_that_change(tmp_path: Path, given: Role) -> None:
+    folder, starts = ScaleFolder(tmp_path), TrainerStarts(settings(), tmp_path)
+    starts.role(given, ())
+    folder.publish_trainer(record(phase=Phase.SAVING, ranks=1))
+    starts.role(given, ())
+    folder.publish_trainer(record())
+    assert not starts.is_on_trial(), "it is the one before"
+    assert starts.is_due()
+    starts.role(given, ())
+    assert starts.is_on_trial()
+    assert not starts.is_due()
+
+
 def test_another_launcher_of_the_run_starts_what_was_settled_last(tmp_path: Path, given: Role) -> None:
     ScaleFolder(tmp_path).publish_trainer(record(phase=Phase.SETTLED, epoch=4))
     assert TrainerStarts(settings(), tmp_path).role(given, ()).command[-2:] == ("--ranks", "2")
