@@ -148,14 +148,18 @@ def has_begun(run_folder: Path) -> bool:
 def make_ready(config: Config, run_folder: Path, *, in_script: bool = False) -> None:
     """Make a run's folder ready to go on with the present settings; only who holds its lease may. `in_script`: a script goes on.
 
-    Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them; for a folder of another schema; and where a
-    config would go on with a script's run, or a script with a config's.
+    Raises `ConfigError` for settings that a run cannot change: its ledger would not fit them; for fewer steps than it has trained; for a
+    folder of another schema; and where a config would go on with a script's run, or a script with a config's.
     """
     _check_schema(run_folder / "ledger.sqlite")
     if (run_folder / SCRIPT_FILE).exists() != in_script:
         how = "a script" if not in_script else "`pipelinerl run`"
         what = "start that script again, with resume=True" if not in_script else "go on with `pipelinerl run --resume`"
         raise ConfigError(f"{run_folder} is a run that {how} has begun: {what}, or start a new run")
+    if (num_trained := _num_trained(run_folder / "ledger.sqlite")) > config.trainer.steps:
+        raise ConfigError(
+            f"trainer.steps is {config.trainer.steps}, and {run_folder} has trained {num_trained}: raise it, or start a new run"
+        )
     before = load_run(run_folder)
     if before.policies:
         raise ConfigError(f"{run_folder} is a run of several policies ({', '.join(before.policies)}): go on with `pipelinerl.Policies`")
@@ -201,6 +205,14 @@ def _check_schema(path: Path) -> None:
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as ledger:
         if (reason := refusal(ledger.execute("PRAGMA user_version").fetchone()[0], what=str(path))) is not None:
             raise ConfigError(reason)
+
+
+def _num_trained(path: Path) -> int:
+    """Return how many steps a ledger has as trained; 0 where it cannot be read, which is said by who opens it."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as ledger:
+        (newest,) = ledger.execute("SELECT max(step) FROM events WHERE kind = 'done' AND rollout_id IS NULL").fetchone()
+        return 0 if newest is None else newest + 1
+    return 0
 
 
 def _last_written(run_folder: Path) -> float:

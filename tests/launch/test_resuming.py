@@ -134,6 +134,18 @@ def test_a_run_is_made_ready_with_the_present_settings(tmp_path: Path):
     assert not list((folder / "endpoints").iterdir())
 
 
+def test_fewer_steps_than_were_trained_are_refused_and_as_many_are_not(tmp_path: Path):
+    config = settings(tmp_path)
+    folder = run_folder(config)
+    with contextlib.closing(Ledger(folder / "ledger.sqlite")) as ledger:
+        for step in range(3):
+            ledger.record("done", now_s=0.0, step=step)
+    fewer, as_many = (config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})}) for steps in (2, 3))
+    with pytest.raises(ConfigError, match=r"trainer\.steps is 2, and .* has trained 3: raise it, or start a new run"):
+        make_ready(fewer, folder)
+    make_ready(as_many, folder)
+
+
 def test_settings_that_the_ledger_does_not_fit_are_refused_by_name(tmp_path: Path):
     config = settings(tmp_path)
     folder = run_folder(config, admitted=True)
