@@ -228,6 +228,12 @@ def test_a_mode_whose_run_fails_is_named_with_the_end_of_its_log(config: Path, t
     assert "no folder at missing-model" in said
 
 
+def test_steps_of_a_comparison_in_modes_are_said_in_one_place(config: Path, tmp_path: Path):
+    shown = pipelinerl("compare", "--modes", config, "trainer.steps=8", cwd=tmp_path)
+    assert shown.returncode
+    assert "leave trainer.steps out, and add --steps" in " ".join(shown.stderr.split())
+
+
 def test_modes_that_a_config_does_not_allow_are_refused_before_anything_runs(config: Path, tmp_path: Path):
     shown = pipelinerl("compare", "--modes", config, "trainer.stepz=3", cwd=tmp_path)
     assert shown.returncode == 1

@@ -57,6 +57,10 @@ def compare_modes(
     Each run trains `steps` steps, or for `seconds` from its first token on, whichever comes first. Raises `ConfigError` where the config
     allows fewer than two modes, `PeerGone` where a run fails, and `DataError` where one has trained no step.
     """
+    if any(word.partition("=")[0].strip() == "trainer.steps" for word in overrides):
+        raise ConfigError(
+            f"--steps says how long each mode is trained, {STEPS} steps without a word: leave trainer.steps out, and add --steps"
+        )
     own = (f"trainer.steps={steps or STEPS}",) if steps or seconds is None else ()
     words = [*overrides, *own, "tracking.to=[]"]
     config = load(config_file, overrides=overrides)
