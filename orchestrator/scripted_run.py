@@ -299,8 +299,7 @@ class ScriptedRun:
         has it do.
 
         Those that came last leave. What they have not ended after `drain_s` seconds goes on in others, with its tokens where it can. Raises
-        `NotReallocated` for a number that this run cannot have, for one of several policies, and where an engine does not come or go;
-        `ScriptError` for what is no number.
+        `NotReallocated` for a number that this run cannot have, for one of several policies, and where an engine does not come or go.
         """
         self._script.waits.check()
         if not isinstance(engines, int):
