@@ -7,6 +7,7 @@ buffer would be written again while the copy before still reads it. On the host 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -54,6 +55,16 @@ class HostTimeline:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.Stream:
+    """The stream of this process for all that is done beside forward passes: on theirs a copy would stand between two of them.
+
+    There is one: torch keeps what was freed on a stream for the same stream alone, so on a new one each time (torch deals 32 in turns)
+    the tables of digests, half a gigabyte, would be taken anew for every policy, until the device is full and all wait for it.
+    """
+    return torch.Stream(device)
+
+
 class DeviceTimeline:
     """Streams and events of an accelerator."""
 
@@ -65,7 +76,7 @@ class DeviceTimeline:
 
     @contextlib.contextmanager
     def beside(self, after: object = None) -> Iterator[None]:
-        stream = torch.Stream(self._device)  # of its own: on the one of the forward passes a copy would stand between two of them
+        stream = _stream_beside(self._device)
         if isinstance(after, torch.Event):
             stream.wait_event(after)
         with stream:
