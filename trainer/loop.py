@@ -111,6 +111,7 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
             deadline_s=config.trainer.silent_after_s,
             address=config.weights.address,
             sends_deltas=config.weights.delta,
+            for_devices=replicas.device.type != "cpu",
             write=None if sharded is None else sharded.lead,
             shards=None if sharded is None else sharded.sender,
             adapters=adapters if config.lora.rank else None,

@@ -101,6 +101,14 @@ class Space:
             for part, chosen in self._split(changes.positions)
         }
 
+    def words_of(self, positions: dict[int, Positions]) -> dict[str, torch.Tensor]:
+        """The words of 8 bytes, counted within each tensor ([n] int64, ascending), in which these positions lie, by tensor name."""
+        found = {}
+        for part, chosen in self._split(positions):
+            words = (positions[part.itemsize][chosen] - part.first) * part.itemsize // 8
+            found[part.tensor.name] = torch.from_numpy(words[np.diff(words, prepend=-1) > 0])
+        return found
+
     def check(self, changes: Delta) -> None:
         """Raise `WeightsError` for positions that are not this layout's, or not ascending: they came off the wire."""
         for size, positions in changes.positions.items():

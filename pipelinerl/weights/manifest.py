@@ -11,7 +11,7 @@ import concurrent.futures
 import enum
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import torch
@@ -46,6 +46,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tensor: Tensor
     digest: str
     """Of its bytes, hexadecimal."""
+    sums: str = ""
+    """Of the same bytes, of the kind `SUMS`, for who has them on a device; empty: there is the one digest alone."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +65,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     payload_digest: str = ""
     """xxh3-128 of the bytes that travel where they are changes; empty where the tensors' own digests prove them."""
 
+    def kind_on(self, device: torch.device) -> DigestKind:
+        """The kind of digest by which bytes on a device are proved: the one that needs none of them elsewhere, where it is there."""
+        has_sums = device.type != "cpu" and all(proof.sums for proof in self.proofs)
+        return DigestKind.SUMS if has_sums else self.digest_kind
+
 
 def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor], *, is_alone: bool = False) -> Manifest:
     """Describe a whole policy that lies in `buffer` ([bytes] uint8); `is_alone` as for `digests`."""
@@ -71,6 +78,12 @@ def seal(version: int, buffer: torch.Tensor, tensors: Iterable[Tensor], *, is_al
     found = digests(buffer, tensors, kind=kind, is_alone=is_alone)
     proofs = tuple(Proof(tensor=tensor, digest=digest) for tensor, digest in zip(tensors, found, strict=True))
     return Manifest(version=version, proofs=proofs, num_bytes=len(buffer), digest_kind=kind)
+
+
+def with_sums(manifest: Manifest, sums: Mapping[str, str]) -> Manifest:
+    """The manifest with a second digest of each tensor, by name, for devices."""
+    proofs = tuple(msgspec.structs.replace(proof, sums=sums[proof.tensor.name]) for proof in manifest.proofs)
+    return msgspec.structs.replace(manifest, proofs=proofs)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -129,19 +142,24 @@ def verify(manifest: Manifest, buffer: torch.Tensor, *, name: str, is_alone: boo
     `is_alone` as for `digests`.
     """
     tensors = [proof.tensor for proof in manifest.proofs]
-    compare(manifest, digests(buffer, tensors, kind=manifest.digest_kind, is_alone=is_alone), name=name)
+    kind = manifest.kind_on(buffer.device)
+    compare(manifest, digests(buffer, tensors, kind=kind, is_alone=is_alone), name=name, kind=kind)
 
 
 verify_alone = functools.partial(verify, is_alone=True)
 """The same, by all cores."""
 
 
-def compare(manifest: Manifest, digests: Iterable[str], *, name: str) -> None:
-    """Raise `WeightsError` naming the tensors whose digest, in the manifest's order, is another than the manifest says."""
+def compare(manifest: Manifest, digests: Iterable[str], *, name: str, kind: DigestKind | None = None) -> None:
+    """Raise `WeightsError` naming the tensors whose digest, in the manifest's order, is another than the manifest says.
+
+    They are of the manifest's own kind unless `kind` says otherwise.
+    """
+    is_second = kind is DigestKind.SUMS and manifest.digest_kind is not DigestKind.SUMS
     wrong = [
-        f"{proof.tensor.name} {list(proof.tensor.shape)} {proof.tensor.dtype}: digest is {got}, published was {proof.digest}"
+        f"{proof.tensor.name} {list(proof.tensor.shape)} {proof.tensor.dtype}: digest is {got}, published was {published}"
         for proof, got in zip(manifest.proofs, digests, strict=True)
-        if got != proof.digest
+        if got != (published := proof.sums if is_second else proof.digest)
     ]
     if wrong:
         raise WeightsError(

@@ -2,7 +2,8 @@
 
 Every failure before `commit` is a `WeightsError` that leaves the model as it was: nothing that the model reads is ever written. A policy
 that arrives as changes is first made whole beside the model (or, for `SparseSwap`, tensor by tensor in passing), and every one of its
-tensors must then have the digest that the trainer took of the whole policy: the proof is the same, however few bytes travelled.
+tensors must then have the digest that the trainer took of the whole policy: the proof is the same, however few bytes travelled. It is
+computed where the policy is made whole: for `SparseSwap` on the model's own device.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights, Tensor
 from pipelinerl.weights.codec import decode
 from pipelinerl.weights.delta import Delta, Space
-from pipelinerl.weights.manifest import Manifest, check, compare, digest_of_tensor, verify
+from pipelinerl.weights.manifest import DigestKind, Manifest, check, compare, digest_of_tensor, verify
+from pipelinerl.weights.position_sums import sums_of
 from pipelinerl.weights.swap import SparseSwap, WeightSwap
 from pipelinerl.weights.throttle import throttle
+from pipelinerl.weights.timeline import timeline_of
 from pipelinerl.weights.transport import Payload, Receiver
+
+_Changed = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""By tensor: its bits in the model, [n] int64 indices and [n] new bits, where the model is."""
 
 
 class Verify(Protocol):
@@ -93,9 +99,7 @@ class WeightReceiver:
     def _stage_changes(self, payload: Payload, *, name: str) -> None:
         step = self._open(payload, name=name)
         if isinstance(self._swap, SparseSwap):
-            changed = self._changed(step.changes, self._swap)
-            compare(payload.manifest, self._digests_with(changed, self._swap), name=name)
-            self._swap.stage_delta(list(changed.values()))
+            self._stage_sparse(step.changes, self._swap, manifest=payload.manifest, name=name)
             return
         buffer = self._swap.spare()
         self._bring_up(buffer, step)
@@ -103,6 +107,11 @@ class WeightReceiver:
         self._versions[buffer.data_ptr()] = step.version
         self._last = step
         self._swap.stage(buffer)
+
+    def _stage_sparse(self, changes: Delta, swap: SparseSwap, *, manifest: Manifest, name: str) -> None:
+        changed, kind = self._changed(changes, swap), manifest.digest_kind
+        compare(manifest, self._digests_with(changed, swap, kind), name=name, kind=kind)
+        swap.stage_delta(list(changed.values()))
 
     def _open(self, payload: Payload, *, name: str) -> _VersionedDelta:
         manifest, data = payload.manifest, payload.data.cpu()  # changes are decoded by the host, wherever a transport has left them
@@ -133,7 +142,7 @@ class WeightReceiver:
             self._swap.save(buffer)
         self._space.lay_over(buffer, step.changes)
 
-    def _changed(self, changes: Delta, swap: SparseSwap) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _changed(self, changes: Delta, swap: SparseSwap) -> _Changed:
         """By tensor: its bits in the model, indices and new bits, where the model is."""
         tensors = {tensor.name: tensor for tensor in self._layout}
         found = {}
@@ -143,12 +152,20 @@ class WeightReceiver:
             found[name] = bits, torch.from_numpy(positions).to(bits.device), new.to(bits.device)
         return found
 
-    def _digests_with(self, changed: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]], swap: SparseSwap) -> Iterator[str]:
+    def _digests_with(self, changed: _Changed, swap: SparseSwap, kind: DigestKind) -> Iterator[str]:
         """Every tensor's digest once the changes are in force; takes the memory of the largest tensor, not of the model."""
+        if kind is DigestKind.SUMS:
+            yield from sums_of((bits.view(torch.uint8) for bits in self._with_changes(changed, swap)), timeline=timeline_of(swap.device))
+            return
+        for bits in self._with_changes(changed, swap):
+            yield digest_of_tensor(bits.cpu())
+            throttle()
+
+    def _with_changes(self, changed: _Changed, swap: SparseSwap) -> Iterator[torch.Tensor]:
+        """Every tensor's bits once the changes are in force, where the model is."""
         for tensor in self._layout:
             bits = swap.bits_of(tensor)
             if tensor.name in changed:
                 _, indices, new = changed[tensor.name]
                 bits = bits.clone().index_copy_(0, indices, new)
-            yield digest_of_tensor(bits.cpu())
-            throttle()
+            yield bits

@@ -272,6 +272,11 @@ class SparseSwap(CopySwap):
         self._changes = None
         super().stage(buffer)
 
+    @property
+    def device(self) -> torch.device:
+        """The parameters' own."""
+        return self._parameters[0].parameter.device
+
     def bits_of(self, tensor: Tensor) -> torch.Tensor:
         """The present bits of a checkpoint tensor, [elements] signed integers of the element's size: the model's own memory."""
         placed = self._parameters[bisect.bisect_right(self._starts, tensor.offset_bytes) - 1]

@@ -5,9 +5,14 @@
 import pytest
 import torch
 
-from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.errors import WeightsError
+from pipelinerl.weights.base import num_bytes, plan_layout, views
 from pipelinerl.weights.delta import Space
 from pipelinerl.weights.delta_base import DeltaBase
+from pipelinerl.weights.manifest import DigestKind, Manifest, compare, digests
+from pipelinerl.weights.receiver import WeightReceiver
+from pipelinerl.weights.swap import Placed, SparseSwap
+from pipelinerl.weights.transport import Payload
 
 LAYOUT = plan_layout({"a": torch.zeros(96, dtype=torch.bfloat16), "b": torch.zeros(8)})
 SPACE = Space(LAYOUT)
@@ -83,3 +88,53 @@ def test_a_policy_that_changes_much_is_sent_whole_and_nothing_grows_without_end(
     assert delta_base.version is None
     delta_base.move(99)
     assert delta_base.delta_of(100, buffer) is not None
+
+
+def sealed(delta_base: DeltaBase, version: int, policy: torch.Tensor) -> tuple[Manifest, torch.Tensor]:
+    """What is sent of a policy."""
+    delta_base.policy.copy_(policy)
+    target = torch.zeros_like(policy)
+    manifest = delta_base.fill(target, version)
+    return manifest, target[: manifest.num_bytes]
+
+
+def test_what_is_sent_to_devices_has_the_digests_that_they_compute_and_goes_on_having_them():
+    delta_base = DeltaBase(LAYOUT, for_devices=True)
+    buffers = policies(0, 2, 3, 200)
+    for version in (1, 2, 2, 3, 4):
+        manifest, _ = sealed(delta_base, version, buffers[version])
+        assert [proof.sums for proof in manifest.proofs] == list(digests(buffers[version], LAYOUT, kind=DigestKind.SUMS))
+        assert [proof.digest for proof in manifest.proofs] == list(digests(buffers[version], LAYOUT)), "and those of a host"
+        delta_base.move(version)
+    assert manifest.base_version == 3
+    assert manifest.kind_on(torch.device("cuda", 0)) is DigestKind.SUMS
+    assert manifest.kind_on(torch.device("cpu")) is DigestKind.XXH3
+    whole, _ = sealed(DeltaBase(LAYOUT), 1, buffers[1])
+    assert whole.kind_on(torch.device("cuda", 0)) is DigestKind.XXH3, "who asks for no device pays for none"
+    assert not any(proof.sums for proof in whole.proofs)
+
+
+def test_changes_in_a_model_are_proved_by_the_sums_of_what_it_will_hold():
+    """The path of a device, on the host: each tensor with its changes, none of it anywhere else than where the model is."""
+    delta_base = DeltaBase(LAYOUT, for_devices=True)
+    buffers = policies(0, 2, 4)
+    parameters = {name: torch.nn.Parameter(view.clone(), requires_grad=False) for name, view in views(buffers[1], LAYOUT).items()}
+    swap = SparseSwap([Placed(parameter=parameters[one.name], offset_bytes=one.offset_bytes, num_bytes=one.num_bytes) for one in LAYOUT])
+    receiver = WeightReceiver(swap, layout=LAYOUT, receiver=_Nobody())
+    receiver._held = 1
+    sealed(delta_base, 1, buffers[1])
+    delta_base.move(1)
+    manifest, data = sealed(delta_base, 2, buffers[2])
+    step = receiver._open(Payload(manifest=manifest, data=data), name="s")
+    changed = receiver._changed(step.changes, swap)
+    compare(manifest, receiver._digests_with(changed, swap, DigestKind.SUMS), name="s", kind=DigestKind.SUMS)
+    parameters["b"].data.view(torch.int32)[3] ^= 1
+    with pytest.raises(WeightsError, match=r"1 of 2 tensors of policy 2: b \[8\] float32: digest is [0-9a-f]{32}, published was"):
+        compare(manifest, receiver._digests_with(changed, swap, DigestKind.SUMS), name="s", kind=DigestKind.SUMS)
+
+
+class _Nobody:
+    def fetch(self, name: str, digest: str, spare: object) -> Payload:
+        raise NotImplementedError
+
+    def close(self) -> None: ...

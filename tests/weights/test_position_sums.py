@@ -6,14 +6,16 @@ import contextlib
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.weights import position_sums as module
 from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.delta import Space
 from pipelinerl.weights.manifest import DigestKind, Manifest, Proof, digests, seal, verify
-from pipelinerl.weights.position_sums import position_sums
+from pipelinerl.weights.position_sums import RunningSums, position_sums
 
 MASK = (1 << 64) - 1
 
@@ -78,6 +80,29 @@ def test_every_flipped_bit_and_every_swap_of_words_and_rows_is_found():
     other[39] = 0x40
     assert of(top) != of(other), "a weight that is linear in the place, times a change of the top bits alone, would miss it"
     assert of(data) != of(data + bytes(8)), "zeros behind"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_sums_that_follow_what_changed_are_those_of_the_whole(dtype: torch.dtype):
+    """Tensors that do not begin or end with a word; several elements of one word; the first word, the last and none."""
+    sizes = {"a": 37, "b": 5, "c": 0, "d": 64}
+    layout = tuple(
+        msgspec.structs.replace(tensor, offset_bytes=tensor.offset_bytes + (dtype.itemsize if tensor.name == "b" else 0))
+        for tensor in plan_layout({name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()})
+    )
+    space, old = Space(layout), torch.randint(0, 256, (num_bytes(layout),), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    running = RunningSums(layout, old)
+    for places in ([0, 1, 36], [36], [], [2, 3, 37, 41], [42, 105], list(range(106))):
+        new = old.clone()
+        for flat in places:
+            tensor, place = next(
+                (one, flat - first) for one, first in zip(layout, (0, 37, 42, 42), strict=True) if flat < first + sizes[one.name]
+            )
+            new[tensor.offset_bytes + place * dtype.itemsize] ^= 0x80
+        running.follow(space.words_of(space.compare(old, new)), old=old, new=new)
+        old = new
+        whole = digests(new, layout, kind=DigestKind.SUMS)
+        assert list(running.digests().values()) == list(whole)
 
 
 def test_a_policy_sealed_on_a_device_is_verified_on_the_host_by_the_same_sums():

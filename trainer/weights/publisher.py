@@ -47,6 +47,7 @@ class Publisher:
         deadline_s: float,
         address: str | None = None,
         sends_deltas: bool = False,
+        for_devices: bool = False,
         write: Write | None = None,
         shards: ShardSender | None = None,
         adapters: Callable[[], Mapping[str, torch.Tensor]] | None = None,
@@ -66,7 +67,7 @@ class Publisher:
 
         `address` is this machine's, where policies are offered that travel over the network; None: the one on its way to the orchestrator.
         `sends_deltas`: what changed since the oldest policy that any engine holds is sent instead of the whole, where it is less; that
-        keeps two more copies of the policy.
+        keeps two more copies of the policy. `for_devices`: engines hold their weights on devices, and prove there what changed.
         """
         self._tensors = tensors
         self._write_together = write
@@ -86,6 +87,7 @@ class Publisher:
         self._address = address
         self._training_bytes = training_bytes
         self._sends_deltas = sends_deltas
+        self._for_devices = for_devices
         self._delta_base: DeltaBase | None = None
         """None where whole policies are sent."""
         self._held: int | None = None
@@ -181,7 +183,7 @@ class Publisher:
             self._rollback_epoch += 1
             self._newest = self._held = self._written = None
             if self._delta_base is not None:
-                self._delta_base = DeltaBase(self._layout)
+                self._delta_base = DeltaBase(self._layout, for_devices=self._for_devices)
 
     def fix_layout(
         self,
@@ -234,7 +236,7 @@ class Publisher:
                 self._copies = WeightBufferPool(sender, num_bytes=size, max_buffers=most, first_number=1)
             self._rollback_epoch = rollback_epoch
             if self._sends_deltas and not is_sharded:
-                self._delta_base = DeltaBase(self._layout)
+                self._delta_base = DeltaBase(self._layout, for_devices=self._for_devices)
             self._changed.notify_all()
 
     def held(self, version: int | None, *, rollback_epoch: int = 0) -> None:

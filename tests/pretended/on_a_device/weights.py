@@ -5,18 +5,21 @@ Run by `tests/test_on_a_device.py`, in a process where torch has the pretended d
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from pipelinerl.errors import WeightsError
 from pipelinerl.messages import StageWeights
 from pipelinerl.weights.base import num_bytes, plan_layout
-from pipelinerl.weights.manifest import DigestKind, Manifest, digest_of, encode, open_manifest, seal, verify
+from pipelinerl.weights.delta import Delta
+from pipelinerl.weights.manifest import DigestKind, Manifest, digest_of, encode, open_manifest, seal, verify, with_sums
 from pipelinerl.weights.receiver import WeightReceiver
 from pipelinerl.weights.swap import CopySwap, Placed, SparseSwap, Staging
 from pipelinerl.weights.timeline import timeline_of
@@ -37,6 +40,10 @@ def device() -> Iterator[Traffic]:
 
 
 LAYOUT = plan_layout({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in SHAPES.items()})
+
+
+CHANGES = Delta(positions={4: np.array([3, 500]), 2: np.array([7])}, values={4: np.array([1, 2], np.uint32), 2: np.array([5], np.uint16)})
+"""Of two elements of the first tensor and one of the second."""
 
 
 def placed() -> list[Placed]:
@@ -108,6 +115,12 @@ def test_the_digests_of_a_policy_come_to_the_host_all_at_once_and_the_policy_doe
     assert device.fetched == ["numbers int64[2, 2]"]
 
 
+def test_what_runs_beside_forward_passes_has_one_stream_whose_memory_it_uses_again(device: Traffic):
+    for version in (1, 2, 3):
+        seal(version, policy(CUDA), LAYOUT)
+    assert len({stream for stream, name in device.launched if name == "sum"}) == 1
+
+
 class _Memory:
     """A sender of buffers on the device."""
 
@@ -137,7 +150,9 @@ def sender(monkeypatch: pytest.MonkeyPatch) -> _Memory:
 
 def publisher_of(folder: Path, *, sends_deltas: bool = False) -> Publisher:
     weights = {name: torch.nn.Parameter(torch.empty(shape, device=CUDA)) for name, (shape, _) in SHAPES.items()}
-    found = Publisher(lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=1.0, sends_deltas=sends_deltas)
+    found = Publisher(
+        lambda: weights, tied_names=frozenset(), run_folder=folder, deadline_s=1.0, sends_deltas=sends_deltas, for_devices=sends_deltas
+    )
     found.fix_layout(LAYOUT, transport="cuda_ipc")
     return found
 
@@ -181,3 +196,26 @@ def test_changes_in_a_devices_memory_are_brought_to_the_host_once_to_be_read(kin
     with pytest.raises(WeightsError, match="digest of its 100 bytes of changes is"):
         receiver.stage(StageWeights(version=2, buffer=buffer.name, digest=digest_of(encoded)))
     assert device.fetched == ["_to_copy uint8[100]"]
+
+
+def test_a_whole_policy_of_a_trainer_that_sends_changes_is_proved_on_the_device(device: Traffic, sender: _Memory, tmp_path: Path):
+    """It is sealed on the host, where policies are compared, and has the device's digests beside the host's."""
+    published = publisher_of(tmp_path, sends_deltas=True).publish(1)
+    assert published is not None
+    receiver = WeightReceiver(SparseSwap(placed()), layout=LAYOUT, receiver=sender)
+    device.forget()
+    with contextlib.suppress(WeightsError):  # the sums are made-up numbers
+        receiver.stage(StageWeights(version=1, buffer=published.buffer, digest=published.digest))
+    assert device.fetched == ["numbers int64[2, 2]"]
+
+
+def test_changes_are_proved_where_the_model_is(device: Traffic, sender: _Memory):
+    """One number for all tensors comes to the host, and what the model holds does not."""
+    whole = with_sums(seal(2, policy("cpu"), LAYOUT), {tensor.name: "0" * 32 for tensor in LAYOUT})
+    receiver, swap = WeightReceiver(SparseSwap(placed()), layout=LAYOUT, receiver=sender), SparseSwap(placed())
+    device.forget()
+    with pytest.raises(WeightsError, match=r"2 of 2 tensors of policy 2: a .* published was 0"):
+        receiver._stage_sparse(CHANGES, swap, manifest=msgspec.structs.replace(whole, base_version=1), name="s")
+    assert device.fetched == ["numbers int64[2, 2]"]
+    assert all(one.startswith("_to_copy int") for one in device.brought), "places and new bits alone"
+    assert 0 not in {stream for stream, name in device.launched if name in ("sum", "clone", "index_copy_")}, "passes do not wait"
