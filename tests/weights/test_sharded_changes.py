@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
 from pipelinerl.weights.base import plan_layout
+from pipelinerl.weights.sharded.plan import Header
 from tests.weights.shards import EngineRanks, TrainerRanks
 from tests.weights.test_reshard import SHARDS
 from tests.weights.test_sharded import BUCKET_BYTES, FOUR, LAYOUT, TENSORS, TWO, boxes
@@ -57,13 +60,118 @@ def take(trainer: TrainerRanks, engines: list[EngineRanks], number: int, *, base
     return sum(rank.num_sent for rank in trainer.ranks) - before
 
 
+def relayed_by(engine: EngineRanks) -> int:
+    return sum(rank.num_relayed for rank in engine.ranks)
+
+
 def test_changes_lead_every_engine_to_the_same_bits_however_it_lags(trainer: TrainerRanks, engines: list[EngineRanks]):
     """The first takes every version, the second every other one: the base is what the slower one holds."""
     first, second, _ = engines
     assert take(trainer, [first, second], 1, base=None) > 0.9 * POLICY_BYTES
     for number, base in ((2, 1), (3, 1), (4, 1), (5, 3)):
         both = [first, second] if number % 2 else [first]
-        assert take(trainer, both, number, base=base) < 0.7 * len(both) * POLICY_BYTES
+        assert take(trainer, both, number, base=base) < 0.7 * POLICY_BYTES
+
+
+def test_changes_leave_the_trainer_once_and_go_from_engine_to_engine(trainer: TrainerRanks, engines: list[EngineRanks]):
+    """All three ask at once: the third has its buckets while the first still takes them."""
+    take(trainer, engines, 1, base=None)
+    alone = take(trainer, engines, 2, base=1)
+    relayed = [relayed_by(engine) for engine in engines]
+    name, digest = trainer.publish(3, VERSIONS[3], number=1, base=2)
+    before = sum(rank.num_sent for rank in trainer.ranks)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(lambda engine: engine.fetch(name, digest), engines)) == [3, 3, 3]
+    assert all(engine.holds(VERSIONS[3]) for engine in engines)
+    assert sum(rank.num_sent for rank in trainer.ranks) - before < 1.2 * alone
+    grown = sum(relayed_by(engine) - had for engine, had in zip(engines, relayed, strict=True))
+    assert 1.6 * alone < grown < 2.4 * alone, "twice, and what is passed on are the changes"
+    headers = [msgspec.msgpack.decode(one, type=Header) for rank in trainer.ranks for one in rank._held[1].headers_of_changes]
+    sizes = [size for header in headers for size in header.changes]
+    assert 0 in sizes, "a bucket that is sent whole is passed on beside those that are not"
+    assert any(sizes)
+
+
+def test_changes_that_were_damaged_on_the_way_through_an_engine_are_found_and_the_whole_is_taken(
+    trainer: TrainerRanks, engines: list[EngineRanks], caplog: pytest.LogCaptureFixture
+):
+    first, second, _ = engines
+    take(trainer, [first, second], 1, base=None)
+    name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
+    first.fetch(name, digest)
+    for rank in first.ranks:
+        arriving = rank._relay._arriving if rank._relay is not None else None
+        assert arriving is not None
+        assert arriving.changes
+        for encoded in arriving.changes.values():
+            encoded.fill_(0xC1)
+    with caplog.at_level(logging.WARNING):
+        assert second.fetch(name, digest) == 2
+    assert second.holds(VERSIONS[2])
+    assert "engine 1, rank 0 takes a policy whole, because changes did not lead to it: " in caplog.text
+
+
+def test_changes_that_are_passed_on_do_not_lie_where_the_next_buckets_arrive(
+    trainer: TrainerRanks, engines: list[EngineRanks], caplog: pytest.LogCaptureFixture
+):
+    first, second, _ = engines
+    take(trainer, [first, second], 1, base=None)
+    name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
+    first.fetch(name, digest)
+    for rank in first.ranks:
+        assert rank._room is not None
+        rank._room.memory.fill_(0xC1)
+    assert second.fetch(name, digest) == 2
+    assert second.holds(VERSIONS[2])
+    assert not caplog.records
+
+
+def test_an_engine_that_cannot_pass_changes_on_is_passed_over(
+    trainer: TrainerRanks, engines: list[EngineRanks], caplog: pytest.LogCaptureFixture
+):
+    first, second, _ = engines
+    take(trainer, [first, second], 1, base=None)
+    name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
+    first.fetch(name, digest)
+    first.close()
+    before = sum(rank.num_sent for rank in trainer.ranks)
+    with caplog.at_level(logging.WARNING):
+        assert second.fetch(name, digest) == 2
+    assert second.holds(VERSIONS[2])
+    assert "takes a policy from the trainer, because another engine did not pass it on" in caplog.text
+    assert sum(rank.num_sent for rank in trainer.ranks) - before < 0.7 * POLICY_BYTES, "as changes, all the same"
+
+
+def test_an_engine_that_had_to_take_the_whole_passes_no_changes_on(trainer: TrainerRanks, engines: list[EngineRanks]):
+    first, second, _ = engines
+    take(trainer, [first, second], 1, base=None)
+    for memory in first.memory:
+        memory[5] ^= 1
+    name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
+    assert first.fetch(name, digest) == 2
+    before = sum(rank.num_sent for rank in trainer.ranks), relayed_by(first)
+    assert second.fetch(name, digest) == 2
+    assert second.holds(VERSIONS[2])
+    assert sum(rank.num_sent for rank in trainer.ranks) - before[0] < 0.7 * POLICY_BYTES, "changes, from the trainer"
+    assert relayed_by(first) == before[1]
+
+
+def test_what_an_engine_passes_on_of_another_number_of_trainer_ranks_is_refused(
+    trainer: TrainerRanks, engines: list[EngineRanks], caplog: pytest.LogCaptureFixture
+):
+    first, second, _ = engines
+    take(trainer, [first, second], 1, base=None)
+    name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
+    first.fetch(name, digest)
+    for rank in first.ranks:
+        arriving = rank._relay._arriving if rank._relay is not None else None
+        assert arriving is not None
+        arriving.headers = arriving.headers[1:]
+    with caplog.at_level(logging.WARNING):
+        assert second.fetch(name, digest) == 2
+    assert second.holds(VERSIONS[2])
+    assert "engine 0, rank 0 at " in caplog.text
+    assert "passes on what 3 trainer ranks sent, expected 4; not taken" in caplog.text
 
 
 def test_an_engine_that_missed_the_base_or_is_new_is_served_whole_and_the_others_changes(trainer: TrainerRanks, engines: list[EngineRanks]):

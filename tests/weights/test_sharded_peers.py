@@ -102,6 +102,15 @@ def test_each_engine_takes_a_policy_from_the_one_before_and_whoever_could_not_fr
     assert upstream(second) == third, "as one that was started again"
     assert upstream(second, number=1) is None
     assert upstream(second, layout="of another engine") is None
+
+    def upstream_of_changes(place: Place) -> Place | None:
+        answer = routes.answer(Ask(kind="route", number=2, place=place), takes_changes=True)
+        return msgspec.json.decode(answer, type=Route).upstream
+
+    assert upstream(first, number=2) is None
+    assert upstream_of_changes(second) is None, "the first has none to pass on"
+    assert upstream_of_changes(third) == second
+    assert upstream(first, number=2) == third, "who has changes has the whole, too"
     routes.forget(0)
     assert upstream(second) is None
 

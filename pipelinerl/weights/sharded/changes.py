@@ -16,7 +16,7 @@ from pipelinerl.weights.codec import decode, encode
 from pipelinerl.weights.delta import Space
 from pipelinerl.weights.delta_base import DeltaBase
 from pipelinerl.weights.sharded.plan import Piece, SourcePlan, num_bytes_of
-from pipelinerl.weights.sharded.relay import Spot
+from pipelinerl.weights.sharded.spots import Spot, packed
 
 
 class Changes:
@@ -63,11 +63,7 @@ class Bases:
             space = self._spaces[spots] = Space(_placed([spot.piece for spot in spots], self._tensor_of))
         changes = decode(encoded.numpy().data, most=space.num_elements)
         space.check(changes)
-        bucket = torch.empty(max(spot.piece.first_byte + spot.num_bytes for spot in spots), dtype=torch.uint8)
-        held, written = shard.numpy(), bucket.numpy()
-        for spot in spots:
-            first = spot.piece.first_byte
-            written[first : first + spot.num_bytes].reshape(spot.shape)[...] = spot.within(held)
+        bucket = packed(spots, shard)
         space.lay_over(bucket, changes)
         return bucket
 

@@ -52,6 +52,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Of every piece, in the order of the list."""
     changes: tuple[int, ...] = ()
     """Bytes of what changed in each bucket of the list, 0: it is sent whole; empty: all are."""
+    base: int = -1
+    """The version since which changes are; negative: there are none."""
+    parts: tuple[Header, ...] = ()
+    """What the trainer's ranks said, whose buckets an engine rank passes on as they came; then the lists and digests are theirs."""
 
 
 NOTHING = msgspec.msgpack.encode(Header())

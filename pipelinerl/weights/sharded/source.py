@@ -2,7 +2,8 @@
 
 Rank 0 also has the manifest, and says to each engine rank from whom to take a policy: the first to ask for one takes it from the trainer's
 ranks, the next from the engine rank that asked before it, and so on. So a policy leaves the trainer once, however many engines there are,
-and every engine rank passes its shard on once at most. Whoever could not get it from an engine takes it from the trainer.
+and every engine rank passes its shard on once at most. Changes do the same, from one engine rank to the next that can use them.
+Whoever could not get it from an engine takes it from the trainer.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ShardSource:
         )
         self.place = self._server.place
         self.num_sent = 0
-        """Bytes of policies that left so far."""
+        """Bytes of policies that left so far, or are leaving."""
 
     def follow(self, plan: SourcePlan, layout: Sequence[Tensor], *, sends_changes: bool = False) -> None:
         """Send by this plan from now on; `sends_changes`: what changed, to engine ranks that can use it."""
@@ -143,7 +144,8 @@ class ShardSource:
             held.changes = {first: torch.frombuffer(bytearray(encoded), dtype=torch.uint8) for first, encoded in changes.items()}
             sizes = [tuple(len(changes.get(bucket.first_byte, b"")) for bucket in buckets) for buckets in self._plan.buckets]
             held.headers_of_changes = tuple(
-                msgspec.msgpack.encode(msgspec.structs.replace(header, changes=own)) for header, own in zip(headers, sizes, strict=True)
+                msgspec.msgpack.encode(msgspec.structs.replace(header, changes=own, base=-1 if base is None else base))
+                for header, own in zip(headers, sizes, strict=True)
             )
             held.base = base if changes else None
         return add_up((piece, found[piece.first_byte]) for piece in self._plan.pieces)
@@ -180,9 +182,10 @@ class ShardSource:
             for bucket in self._plan.buckets[ask.target]
         ]
         # All at once: they lie there already, and each is taken when the caller has room for it.
-        for part, sent in [(part, channel.begin_send(part)) for part in parts]:
+        sends = [channel.begin_send(part) for part in parts]
+        self.num_sent += sum(map(len, parts))  # before the caller has them: whoever has all of it can count
+        for sent in sends:
             sent()
-            self.num_sent += len(part)
 
 
 class _Routes:
@@ -191,8 +194,8 @@ class _Routes:
     def __init__(self) -> None:
         self.sources: tuple[tuple[Place, ...], ...] = ()
         """By engine rank."""
-        self._chains: dict[tuple[int, int, str], list[Place]] = {}
-        """Engine ranks that asked for a policy, in that order, by (weight buffer, rank, layout)."""
+        self._chains: dict[tuple[int, int, str], list[tuple[Place, bool]]] = {}
+        """Engine ranks that asked for a policy, in that order, and whether they take changes, by (weight buffer, rank, layout)."""
         self._lock = threading.Lock()
 
     def forget(self, number: int) -> None:
@@ -201,12 +204,13 @@ class _Routes:
             self._chains = {key: chain for key, chain in self._chains.items() if key[0] != number}
 
     def answer(self, ask: Ask, *, takes_changes: bool = False) -> bytes:
-        """`takes_changes`: from the trainer's ranks, since what engine ranks pass on is whole."""
+        """`takes_changes`: only an engine rank that takes changes, too, can pass them on; it can pass on the whole as well."""
         sources = self.sources[ask.target] if ask.target < len(self.sources) else ()
         with self._lock:
             chain = self._chains.setdefault((ask.number, ask.target, ask.layout), [])
-            chain[:] = [place for place in chain if place != ask.place and place not in ask.failed]
-            upstream = chain[-1] if chain and not ask.failed and not takes_changes else None
+            chain[:] = [(place, has_changes) for place, has_changes in chain if place != ask.place and place not in ask.failed]
+            able = [place for place, has_changes in chain if has_changes or not takes_changes]
+            upstream = able[-1] if able and not ask.failed else None
             if ask.place is not None:
-                chain.append(ask.place)
+                chain.append((ask.place, takes_changes))
         return msgspec.json.encode(Route(sources=sources, upstream=upstream))

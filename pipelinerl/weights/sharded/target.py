@@ -8,8 +8,6 @@ sums of them are what the engine compares with the manifest (`digests`).
 from __future__ import annotations
 
 import collections
-import dataclasses
-import itertools
 import logging
 import math
 import re
@@ -27,11 +25,13 @@ from pipelinerl.weights.reshard import Part
 from pipelinerl.weights.sharded import digests
 from pipelinerl.weights.sharded.changes import Bases
 from pipelinerl.weights.sharded.connections import Ask, Line, Place
-from pipelinerl.weights.sharded.digests import NUM_BYTES, add_up
-from pipelinerl.weights.sharded.plan import BUCKET_BYTES, Bucket, Header, Piece
-from pipelinerl.weights.sharded.relay import Arriving, Bytes, Pieces, Relay, Spot, spot_of
+from pipelinerl.weights.sharded.delivery import Arrival, Delivery, from_engine, from_trainer, proofs_of, sizes_of_changes
+from pipelinerl.weights.sharded.digests import add_up
+from pipelinerl.weights.sharded.plan import BUCKET_BYTES, Header
+from pipelinerl.weights.sharded.relay import Arriving, Relay
 from pipelinerl.weights.sharded.ring import Ring
 from pipelinerl.weights.sharded.source import Route
+from pipelinerl.weights.sharded.spots import Bytes, Spot
 from pipelinerl.weights.throttle import throttle
 
 log = logging.getLogger(__name__)
@@ -48,34 +48,6 @@ def name_of(place: Place, number: int, *, carrier: str) -> str:
 
 class _Lost(WeightsError):
     """A peer is gone or silent, or has no policy."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Bucket:
-    """What one peer sends at once."""
-
-    peer: int
-    """Which one, of those that send."""
-    number: int = 0
-    """In its list."""
-    num_bytes: int
-    spots: tuple[Spot, ...]
-    """The pieces that are whole once it is there."""
-    first_byte: int | None
-    """Where it goes as one run of the shard; None: its pieces lie one after the other, aligned, and are put in their places."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Delivery:
-    """How a shard arrives: the same for every policy from the same peers."""
-
-    lists: tuple[str, ...]
-    """By peer: the digest of its list of pieces."""
-    spots: tuple[tuple[Spot, ...], ...]
-    """By peer, in the order of its list."""
-    buckets: tuple[_Bucket, ...]
-    """In the order in which they are received."""
-    pieces: Pieces
 
 
 class ShardTarget:
@@ -109,7 +81,7 @@ class ShardTarget:
         self._version = -1
         """Of the policy taken last."""
         self._bases = Bases(lambda name: parts[name][0].tensor)
-        self._deliveries: dict[bool, _Delivery] = {}
+        self._deliveries: dict[bool, Delivery] = {}
         """From the trainer's ranks, and from another engine's."""
         self._lines: dict[str, Line] = {}
         self._relay: Relay | None = None
@@ -152,12 +124,12 @@ class ShardTarget:
                 self._version, sums = self._take(ask, route, shard[: self._num_bytes], save=save)
                 return self._version, sums
             except WeightsError as error:
-                if route.upstream is None and (held < 0 or isinstance(error, _Lost)):
-                    raise
-                if route.upstream is None:
+                if held >= 0 and not isinstance(error, _Lost):
                     log.warning("%s takes a policy whole, because changes did not lead to it: %s", self._who, error)
                     held = -1
                     continue
+                if route.upstream is None:
+                    raise
                 log.warning("%s takes a policy from the trainer, because another engine did not pass it on: %s", self._who, error)
                 failed += (route.upstream,)
 
@@ -171,20 +143,36 @@ class ShardTarget:
     def _take(self, ask: Ask, route: Route, shard: torch.Tensor, *, save: Save | None) -> tuple[int, dict[str, int]]:
         """Receive everything, and hang up on everybody where anything failed: nobody knows then where a channel stands."""
         assert self._relay is not None
-        peers = _rotated(route.sources, self._rank) if route.upstream is None else [route.upstream]
+        sources = _rotated(route.sources, self._rank)  # each begins with another one, so that none is asked by all at once
+        peers = sources if route.upstream is None else [route.upstream]
         try:
             answers = self._ask(ask, peers)
-            version, *others = {header.version for header, _ in answers}
+            headers, channels, senders = tuple(header for header, _ in answers), [channel for _, channel in answers], peers
+            if parts := headers[0].parts if route.upstream is not None else ():  # buckets of all the trainer's ranks, over the one channel
+                headers, channels, senders = parts, channels * len(parts), peers * len(parts)
+                if len(parts) != len(sources):
+                    raise WeightsError(f"{peers[0]} passes on what {len(parts)} trainer ranks sent, expected {len(sources)}; not taken")
+            version, *others = {header.version for header in headers}
             if others:
-                held = ", ".join(f"{peer}: {header.version}" for peer, (header, _) in zip(peers, answers, strict=True))
+                held = ", ".join(f"{peer}: {header.version}" for peer, header in zip(senders, headers, strict=True))
                 raise WeightsError(f"the trainer's ranks hold different policies: {held}")
-            delivery = self._delivery(peers, [header.pieces for header, _ in answers], is_relayed=route.upstream is not None)
-            proofs = _proofs(delivery, [header for header, _ in answers])
-            changes = _sizes_of_changes(delivery, [header for header, _ in answers])
+            is_relayed = route.upstream is not None and not parts
+            delivery = self._delivery(peers if is_relayed else sources, [header.pieces for header in headers], is_relayed=is_relayed)
+            proofs = proofs_of(delivery, headers)
+            changes = sizes_of_changes(delivery, headers)
             if changes and save is not None:
                 save(shard)
-            self._relay.begin(Arriving(policy=ask.policy, version=version, memory=shard, pieces=delivery.pieces, digests=proofs))
-            self._receive(delivery, [channel for _, channel in answers], peers, proofs, shard, changes=changes)
+            self._relay.begin(
+                Arriving(
+                    policy=ask.policy,
+                    version=version,
+                    memory=shard,
+                    delivery=delivery,
+                    digests=proofs,
+                    headers=headers if changes else (),
+                )
+            )
+            self._receive(delivery, channels, senders, proofs, shard, changes=changes)
         except BaseException as error:
             self._relay.withdraw()
             for peer in peers:
@@ -210,7 +198,7 @@ class ShardTarget:
             raise _lost(peer, error) from error
         return answers
 
-    def _delivery(self, peers: Sequence[Place], lists: Sequence[str], *, is_relayed: bool) -> _Delivery:
+    def _delivery(self, peers: Sequence[Place], lists: Sequence[str], *, is_relayed: bool) -> Delivery:
         """How the pieces of these lists arrive; lists that were not there the last time are fetched."""
         known = self._deliveries.get(is_relayed)
         if known is None or known.lists != tuple(lists):
@@ -220,62 +208,29 @@ class ShardTarget:
                     encoded.append(self._line(peer).get(f"pieces/{digest}"))
                 except PeerError as error:
                     raise _lost(peer, error) from error
-            known = self._deliveries[is_relayed] = self._relayed(encoded, lists) if is_relayed else self._sent(encoded, lists)
+            known = self._deliveries[is_relayed] = (
+                from_engine(encoded[0], lists, parts=self._parts, num_bytes=self._num_bytes, bucket_bytes=self._bucket_bytes)
+                if is_relayed
+                else from_trainer(encoded, lists, parts=self._parts)
+            )
             self._check_whole(known.pieces.spots)
         return known
 
-    def _sent(self, encoded: Sequence[bytes], lists: Sequence[str]) -> _Delivery:
-        """From the trainer's ranks, which take turns. Each engine rank begins with another one, so that none is asked by all at once."""
-        queues = [
-            [
-                _Bucket(
-                    peer=peer,
-                    number=number,
-                    num_bytes=bucket.num_bytes,
-                    spots=(spots := tuple(spot_of(piece, self._parts) for piece in bucket.pieces)),
-                    first_byte=spots[0].first_byte if len(spots) == 1 and spots[0].is_contiguous else None,
-                )
-                for number, bucket in enumerate(msgspec.json.decode(one, type=list[Bucket]))
-            ]
-            for peer, one in enumerate(encoded)
-        ]
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
-        spots = tuple(tuple(spot for bucket in queue for spot in bucket.spots) for queue in queues)
-        return _Delivery(
-            lists=tuple(lists),
-            spots=spots,
-            buckets=tuple(bucket for bucket in turns if bucket is not None),
-            pieces=Pieces([spot for own in spots for spot in own]),
-        )
-
-    def _relayed(self, encoded: Sequence[bytes], lists: Sequence[str]) -> _Delivery:
-        """From another engine's rank: the shard as it lies there; a piece is whole once its last byte has come."""
-        spots = [spot_of(piece, self._parts) for piece in msgspec.json.decode(encoded[0], type=list[Piece])]
-        waiting = collections.deque(sorted(spots, key=lambda spot: spot.end_byte))
-        buckets = []
-        for first_byte in range(0, self._num_bytes, self._bucket_bytes):
-            end_byte = min(self._num_bytes, first_byte + self._bucket_bytes)
-            whole = []
-            while waiting and waiting[0].end_byte <= end_byte:
-                whole.append(waiting.popleft())
-            buckets.append(_Bucket(peer=0, num_bytes=end_byte - first_byte, spots=tuple(whole), first_byte=first_byte))
-        return _Delivery(lists=tuple(lists), spots=(tuple(spots),), buckets=tuple(buckets), pieces=Pieces(spots))
-
     def _receive(
         self,
-        delivery: _Delivery,
+        delivery: Delivery,
         channels: Sequence[Channel],
         peers: Sequence[Place],
         proofs: Mapping[Spot, bytes],
         shard: torch.Tensor,
         *,
-        changes: Mapping[_Bucket, int],
+        changes: Mapping[Arrival, int],
     ) -> None:
         """Receive buckets, as many at once as there is room for, each while those before are checked and put in their places.
 
         `changes`: bytes of those that come as changes of what the shard holds.
         """
-        under_way: collections.deque[tuple[_Bucket, torch.Tensor, Callable[[], None]]] = collections.deque()
+        under_way: collections.deque[tuple[Arrival, torch.Tensor, Callable[[], None]]] = collections.deque()
 
         def finish() -> None:
             bucket, memory, wait = under_way.popleft()
@@ -286,6 +241,8 @@ class ShardTarget:
             is_in_place = bucket.first_byte is not None and bucket not in changes
             received = self._bases.with_changes(memory, bucket.spots, shard) if bucket in changes else memory
             self._put(bucket.spots, None if is_in_place else received.numpy(), proofs, shard.numpy(), peer=peers[bucket.peer])
+            assert self._relay is not None
+            self._relay.arrived(bucket, memory.clone() if bucket in changes else None)
             if not is_in_place:
                 room.give_back()
 
@@ -301,15 +258,14 @@ class ShardTarget:
         while under_way:
             finish()
 
-    def _memory_for(self, bucket: _Bucket, shard: torch.Tensor, room: Ring, *, num_bytes: int | None) -> torch.Tensor | None:
+    def _memory_for(self, bucket: Arrival, shard: torch.Tensor, room: Ring, *, num_bytes: int | None) -> torch.Tensor | None:
         """The place in the shard itself, where the bucket is one run of it; else, or for `num_bytes` of changes, some room, if there is."""
         if bucket.first_byte is not None and num_bytes is None:
             return shard[bucket.first_byte : bucket.first_byte + bucket.num_bytes]
         return room.take(bucket.num_bytes if num_bytes is None else num_bytes)
 
     def _put(self, spots: Sequence[Spot], bucket: Bytes | None, proofs: Mapping[Spot, bytes], shard: Bytes, *, peer: Place) -> None:
-        """Check the pieces of a bucket, put them in their places, where they are not there already (None), and let them be passed on."""
-        assert self._relay is not None
+        """Check the pieces of a bucket, and put them in their places, where they are not there already (None)."""
         for spot in spots:
             place = spot.within(shard)
             first = spot.piece.first_byte
@@ -319,7 +275,6 @@ class ShardTarget:
                 raise WeightsError(f"{what}: digest is {found.hex()}, published was {proofs[spot].hex()}; not taken")
             if bucket is not None:
                 place[...] = data.reshape(spot.shape)
-        self._relay.arrived(spots)
         throttle()
 
     def _check_whole(self, spots: Sequence[Spot]) -> None:
@@ -358,26 +313,6 @@ class ShardTarget:
                 bucket_bytes=self._bucket_bytes,
             )
         return self._relay
-
-
-def _proofs(delivery: _Delivery, headers: Sequence[Header]) -> dict[Spot, bytes]:
-    """Every piece's digest, as its peer said it."""
-    proofs = {}
-    for spots, header in zip(delivery.spots, headers, strict=True):
-        if len(header.digests) != NUM_BYTES * len(spots):
-            raise WeightsError(f"{len(header.digests)} bytes of digests were offered for {len(spots)} pieces; not taken")
-        for number, spot in enumerate(spots):
-            proofs[spot] = header.digests[NUM_BYTES * number : NUM_BYTES * (number + 1)]
-    return proofs
-
-
-def _sizes_of_changes(delivery: _Delivery, headers: Sequence[Header]) -> dict[_Bucket, int]:
-    """Bytes of the buckets that come as changes."""
-    return {
-        bucket: size
-        for bucket in delivery.buckets
-        if bucket.number < len(own := headers[bucket.peer].changes) and (size := own[bucket.number]) > 0
-    }
 
 
 def _lost(place: Place, error: Exception) -> WeightsError:
