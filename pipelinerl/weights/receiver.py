@@ -109,7 +109,7 @@ class WeightReceiver:
         self._swap.stage(buffer)
 
     def _stage_sparse(self, changes: Delta, swap: SparseSwap, *, manifest: Manifest, name: str) -> None:
-        changed, kind = self._changed(changes, swap), manifest.digest_kind
+        changed, kind = self._changed(changes, swap), manifest.kind_on(swap.device)
         compare(manifest, self._digests_with(changed, swap, kind), name=name, kind=kind)
         swap.stage_delta(list(changed.values()))
 

@@ -12,6 +12,7 @@ import torch
 
 from pipelinerl.weights.base import plan_layout
 from pipelinerl.weights.sharded.plan import Header
+from pipelinerl.weights.sharded.relay import Arriving
 from tests.weights.shards import EngineRanks, TrainerRanks
 from tests.weights.test_reshard import SHARDS
 from tests.weights.test_sharded import BUCKET_BYTES, FOUR, LAYOUT, TENSORS, TWO, boxes
@@ -60,6 +61,11 @@ def take(trainer: TrainerRanks, engines: list[EngineRanks], number: int, *, base
     return sum(rank.num_sent for rank in trainer.ranks) - before
 
 
+def passing_on(engine: EngineRanks) -> list[Arriving]:
+    """What each rank of an engine passes on."""
+    return [rank._relay._arriving for rank in engine.ranks if rank._relay is not None and rank._relay._arriving is not None]
+
+
 def relayed_by(engine: EngineRanks) -> int:
     return sum(rank.num_relayed for rank in engine.ranks)
 
@@ -99,9 +105,7 @@ def test_changes_that_were_damaged_on_the_way_through_an_engine_are_found_and_th
     take(trainer, [first, second], 1, base=None)
     name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
     first.fetch(name, digest)
-    for rank in first.ranks:
-        arriving = rank._relay._arriving if rank._relay is not None else None
-        assert arriving is not None
+    for arriving in passing_on(first):
         assert arriving.changes
         for encoded in arriving.changes.values():
             encoded.fill_(0xC1)
@@ -163,9 +167,7 @@ def test_what_an_engine_passes_on_of_another_number_of_trainer_ranks_is_refused(
     take(trainer, [first, second], 1, base=None)
     name, digest = trainer.publish(2, VERSIONS[2], number=0, base=1)
     first.fetch(name, digest)
-    for rank in first.ranks:
-        arriving = rank._relay._arriving if rank._relay is not None else None
-        assert arriving is not None
+    for arriving in passing_on(first):
         arriving.headers = arriving.headers[1:]
     with caplog.at_level(logging.WARNING):
         assert second.fetch(name, digest) == 2
