@@ -56,7 +56,8 @@ def test_an_address_that_is_not_this_machines_is_named_with_its_key_and_those_th
 )
 def test_a_port_that_is_in_use_is_named_with_its_key(section: str, key: str, taken: int):
     values = {"to": ["prometheus"], "prometheus_port": taken} if section == "tracking" else {"port": taken}
-    (problem,) = told(**{section: values})
+    sections: dict[str, Any] = {section: values}
+    (problem,) = told(**sections)
     assert problem == f"{key} is {taken}: cannot listen there on 127.0.0.1: Address already in use. {key} = 0 takes a free one"
 
 

@@ -138,7 +138,7 @@ def test_engines_apart_work_in_training_phases_and_those_in_turns_do_not(tmp_pat
     phases = lines_of(tmp_path / "run", "phase")
     trained = [(one["t"], other["t"]) for one, other in itertools.pairwise(phases) if one["phase"] == "training"]
     passes = [span for span in lines_of(tmp_path / "run", "span") if span["name"] == "forward"]
-    overlaps = dict.fromkeys((0, 1), 0.0)
+    overlaps: dict[int, float] = {0: 0.0, 1: 0.0}
     for span in passes:
         engine_id = int(span["lane"].removeprefix("engine-"))
         overlaps[engine_id] += sum(max(0.0, min(span["end"], end) - max(span["start"], start)) for start, end in trained)
