@@ -20,6 +20,8 @@ from tests.sim.run import Beside, Cast, Simulated, config, run
 from tests.sim.test_scaling import Machine
 from tests.sim.trainer_group import Disk, Launcher, nobody
 
+pytestmark = pytest.mark.slow
+
 WORLD = peers.World(step_s=0.05)
 
 
