@@ -10,7 +10,8 @@
 Coefficients are least squares, none below 0; s and u are searched from 0 to 3. The first step is left out: a fresh process compiles.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
-coefficients of engine and trainer are fitted to all runs together; policies, scores and rollouts are those of the first.
+coefficients of engine and trainer are fitted to all runs together, and an idle engine's staging is drawn from all of them. What else is
+said of policies, scores and rollouts is the first one's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from pipelinerl.errors import DataError
 Numbers = npt.NDArray[np.float64]
 _ONE_BURST_S = 0.01
 """Groups begun within so many seconds waited for nothing but each other."""
+_SPAN_GAP_S = 0.005
+"""Two spans of passes may lie so many seconds apart though the engine was never idle."""
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 
 
@@ -74,7 +77,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
     return World(
         engine=engine,
         trainer=trainer,
-        sync=_sync(first.journal, first.steps),
+        sync=_sync(runs),
         scoring=_scoring(first.journal, first.rollouts),
         admit_s=_admit_s(first.rollouts),
         prompt_tokens=fixed(first.prompt_tokens),
@@ -229,19 +232,34 @@ def _num_computed(step: dict[str, Any], rollouts: RunRollouts) -> float:
     return float(step["num_trained_tokens"] + others * min(1.0, prompts / step["num_samples"]))
 
 
-def _sync(journal: RunJournal, steps: list[dict[str, Any]]) -> SyncWorld:
-    beside = [seconds for step in steps if (seconds := step["trainer"].get("publish_async_s")) is not None]
-    first_s = journal.steps[0]["t"]
-    swaps = [swap for swap in journal.swaps if swap["t"] > first_s and swap["stage_s"]] or journal.swaps
-    busy, idle = ([swap["stage_s"] for swap in swaps if bool(swap["num_running"]) is runs] for runs in (True, False))
+def _sync(runs: Sequence[_Run]) -> SyncWorld:
+    first, *_ = runs
+    beside = [seconds for step in first.steps if (seconds := step["trainer"].get("publish_async_s")) is not None]
+    swaps = _swaps(first)
+    busy, idle = ([swap["stage_s"] for swap in swaps if _was_idle(first, swap) is is_idle] for is_idle in (False, True))
+    idle += [swap["stage_s"] for run in runs[1:] for swap in _swaps(run) if _was_idle(run, swap)]
     return SyncWorld(
-        publish_s=0.0 if beside else statistics.median(step["trainer"].get("publish_s", 0.0) for step in steps),
+        publish_s=0.0 if beside else statistics.median(step["trainer"].get("publish_s", 0.0) for step in first.steps),
         publish_beside_s=statistics.median(beside) if beside else 0.0,
         stage_s=recorded(busy or idle) if swaps else fixed(0.0),
         idle_stage_s=recorded(idle) if idle else None,
         pause_s=statistics.median(swap["pause_s"] for swap in swaps) if swaps else 0.0,
-        sleep_s=statistics.median(journal.sleeps_s) if journal.sleeps_s else 0.0,
+        sleep_s=statistics.median(first.journal.sleeps_s) if first.journal.sleeps_s else 0.0,
     )
+
+
+def _swaps(run: _Run) -> list[dict[str, Any]]:
+    """Return the swaps after the first step; all of them where none came after it."""
+    first_s = run.journal.steps[0]["t"]
+    return [swap for swap in run.journal.swaps if swap["t"] > first_s and swap["stage_s"]] or run.journal.swaps
+
+
+def _was_idle(run: _Run, swap: dict[str, Any]) -> bool:
+    """Return whether the engine had nothing to write when staging began; without spans, whether it had nothing at the swap."""
+    if not (passes := run.journal.passes.get(swap["engine_id"])):
+        return not swap["num_running"]
+    began_s = swap["t"] - swap["pause_s"] - swap["stage_s"]
+    return not _within(passes, began_s - _SPAN_GAP_S, began_s)
 
 
 def _admit_s(rollouts: RunRollouts) -> float:

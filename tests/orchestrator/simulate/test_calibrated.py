@@ -86,8 +86,8 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
     num_computed = num_tokens - 2 * PROMPT + PROMPT * min(2, num_rows)
     seconds = ROW_S * num_rows + TOKEN_S * num_computed
     trained = {"forward_backward_s": seconds, "optimizer_s": 0.02, "publish_async_s": 0.02, "publish_s": 0.01, "wait_s": 1.92 - seconds}
-    stage_s = 0.04 if step % 3 else 0.001
-    run.write("swap", engine_id=0, version=step + 1, stage_s=stage_s, pause_s=0.003, num_running=step % 3, num_recomputed_tokens=recomputed)
+    stage_s = 0.24 if step % 3 else 0.001  # begun in a pass that ends 0.2 s ago, or when nothing was left to write
+    run.write("swap", engine_id=0, version=step + 1, stage_s=stage_s, pause_s=0.003, num_running=step % 2, num_recomputed_tokens=recomputed)
     run.write("step", step=step, num_tokens=num_tokens, num_trained_tokens=num_tokens - 2 * PROMPT, num_samples=2, trainer=trained)
 
 
@@ -132,6 +132,11 @@ def test_the_first_of_several_runs_tells_what_rollouts_are_like(learned: World, 
     together = world_of_runs(config(), [tmp_path / "other", tmp_path / "other"])
     assert together.lengths == learned.lengths, "the same rollouts, once"
     assert (together.origins["lengths"], together.origins["trainer"]) == ("run other", "run other and run other")
+    assert together.sync.stage_s == learned.sync.stage_s
+    alone, both = learned.sync.idle_stage_s, together.sync.idle_stage_s
+    assert alone is not None
+    assert both is not None
+    assert len(both.recorded) == 2 * len(alone.recorded), "an idle engine of any of them stages alike"
 
 
 @pytest.mark.parametrize(("passes", "beside"), [((11.0, 13.0), 0.0), ((10.5, 13.0), 0.5), ((9.0, 11.0), 1.0)])
@@ -157,7 +162,7 @@ def test_seconds_of_rows_and_tokens_are_told_apart(learned: World):
 
 
 def test_policies_scores_and_rewards_come_back(learned: World):
-    assert (learned.sync.publish_beside_s, learned.sync.pause_s, learned.sync.stage_s.average) == pytest.approx((0.02, 0.003, 0.04))
+    assert (learned.sync.publish_beside_s, learned.sync.pause_s, learned.sync.stage_s.average) == pytest.approx((0.02, 0.003, 0.24))
     assert learned.sync.idle_stage_s is not None
     assert learned.sync.idle_stage_s.average == pytest.approx(0.001)
     assert (learned.scoring.score_s.average, learned.scoring.reply_s.average) == pytest.approx((0.25, 0.125))

@@ -287,9 +287,10 @@ def test_groups_are_sent_one_after_another_on_paper():
     assert simulate(settings, dataclasses.replace(ON_PAPER, admit_s=0.25)).totals.step_ends_s[0] == pytest.approx(6.25)
 
 
-def test_the_first_engine_with_a_new_policy_gets_all_groups_that_may_be_sent_then():
-    """Four groups a step, a quarter of a second each: the other engine has the policy sooner than that, and is heard of after them."""
-    sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=0.2), pause_s=0.0)
+@pytest.mark.parametrize(("longest_s", "engines"), [(0.2, 2), (9.0, 1)], ids=["heard-at-once", "heard-of-afterwards"])
+def test_the_first_engine_with_a_new_policy_gets_all_groups_that_may_be_sent_then(longest_s: float, engines: int):
+    """Four groups a step, a quarter of a second each: who has the policy within that time of the first is heard of with it."""
+    sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=longest_s), pause_s=0.0)
     settings = config(batch={"groups_per_step": 4}, pipeline={"max_staleness": 0}, trainer={"steps": 4})
     run = _Run(settings, dataclasses.replace(ON_PAPER, sync=sync, admit_s=0.25), seed=0, faults=Faults(), events=Events(), journal=None)
     given: dict[int, set[int]] = {}
@@ -302,7 +303,7 @@ def test_the_first_engine_with_a_new_policy_gets_all_groups_that_may_be_sent_the
     run.generation.on_finished = give
     run.run(limit_s=1e6)
     assert given[0] == {0, 1}, "both hold the first model from the beginning"
-    assert [len(given[step]) for step in (1, 2, 3)] == [1, 1, 1]
+    assert [len(given[step]) for step in (1, 2, 3)] == [engines] * 3
 
 
 def test_a_prompt_that_siblings_share_is_computed_once_on_paper():
