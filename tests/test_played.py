@@ -25,15 +25,24 @@ def test_one_threshold_is_worth_what_it_wins() -> None:
     assert wins / 20_000 == pytest.approx(worth.one_threshold(0.7), abs=0.01)
 
 
-def test_half_of_the_answers_take_a_value_by_its_size_and_half_blindly() -> None:
+def test_a_value_is_taken_as_often_as_it_is_large() -> None:
     draw = random.Random(0)
-    for value, place in ((0.9, 1), (0.1, 1), (0.9, 4), (0.1, 4)):
-        heard = [("", f"The current value is {value:.4f}."), *[("[continue]", f"The current value is {value:.4f}.")] * (place - 1)]
+    for value in (0.9, 0.5, 0.1):
+        heard = [("", "The current value is 0.7000."), ("[continue]", f"The current value is {value:.4f}.")]
         taken = sum(secretary(draw, heard) == "[accept]" for _ in range(4_000)) / 4_000
-        assert taken == pytest.approx((1.0 / (6 - place) + (value > 0.5)) / 2, abs=0.03)
+        assert taken == pytest.approx(value, abs=0.03)
 
 
-def test_half_of_the_digits_heed_the_hints() -> None:
+def test_what_is_shown_of_the_secretary_problem_is_worth_what_it_wins() -> None:
+    draw, wins = random.Random(0), 0
+    for _ in range(20_000):
+        values = [draw.random() for _ in range(worth.NUM_VALUES)]
+        wins += next((value for value in values if value > draw.random()), values[-1]) == max(values)
+    assert wins / 20_000 == pytest.approx(worth.any_threshold(), abs=0.01)
+    assert worth.blind_secretary() < worth.any_threshold() < worth.ranks_alone() < worth.one_threshold(0.7) < worth.best_secretary()
+
+
+def test_what_is_shown_of_the_digit_is_worth_what_it_returns() -> None:
     draw = random.Random(0)
     mean = statistics.mean(played(draw, number=draw.randrange(10)) for _ in range(10_000))
     assert mean == pytest.approx(worth.shown_digit(), abs=0.02)

@@ -1,11 +1,12 @@
 """Do environments of other people's packages train a model, through their adapters and under an interpreter of their own?
 
 TextArena's Secretary-v0, as it is registered (five values, one is to be taken, and it has to be the largest), and a game behind a real
-OpenEnv server (a digit, eight turns, 0.1 lost for each wrong guess). A fresh model of 1.1 M parameters is shown moves (`played`): half of
-them blind; the others take the first value above 0.5, or heed the hints. Then GRPO trains it, three seeds each. Held-out games are sampled
-as in training, before and after it. What policies are worth follows from arithmetic (`played.worth`), and the least mean return after
-training was set before the judged runs (`GAMES`): in the first game more than anything that was shown is worth (0.468), in the second
-near what heeding every hint is (0.755). Each run is a file; one that was interrupted goes on from its last checkpoint: call again.
+OpenEnv server (a digit, eight turns, 0.1 lost for each wrong guess). A fresh model of 1.1 M parameters is shown moves (`played`), each
+drawn by itself from a family of rules: a value is taken by a threshold from anywhere between 0 and 1, a digit is guessed blindly half of
+the time. Then Dr. GRPO trains it, 256 games a step, three seeds each. Held-out games are sampled as in training, before and after it. What
+policies are worth follows from arithmetic (`played.worth`), and the least mean return after training was set before the judged runs
+(`GAMES`), from a run of seed 10: more than what was shown is worth. Each run is a file; one that was interrupted goes on from its last
+checkpoint: call again.
 `runs/environments` has the packages: `python -m venv runs/environments && runs/environments/bin/pip install textarena openenv`.
 """
 
@@ -36,7 +37,7 @@ from scripts.bench.played.model import make_model
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("runs/bench-games")
 OTHER = ROOT / "runs" / "environments" / "bin" / "python"
-GROUPS_PER_STEP, NUM_HELD_OUT = 16, 512
+GROUPS_PER_STEP, NUM_HELD_OUT = 32, 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class Game:
 
 
 GAMES = {
-    "secretary": Game(least=0.5, num_shown=1000, sft_steps=150, steps=80, learning_rate=3e-4, concurrency=16),
-    "openenv": Game(least=0.65, num_shown=2000, sft_steps=300, steps=60, learning_rate=3e-4, concurrency=8),
+    "secretary": Game(least=0.55, num_shown=1000, sft_steps=150, steps=80, learning_rate=2e-4, concurrency=32),
+    "openenv": Game(least=0.65, num_shown=2000, sft_steps=300, steps=80, learning_rate=2e-4, concurrency=32),
 }
 SETTINGS = """
 [model]
@@ -78,7 +79,7 @@ options = {options}
 max_turns = 8
 concurrency = {game.concurrency}
 [algorithm]
-name = "grpo"
+name = "dr_grpo"
 overrides = {{ objective = {{ clip_low = 0.2, clip_high = 0.28 }} }}
 [batch]
 groups_per_step = {groups_per_step}
@@ -87,7 +88,8 @@ max_tokens = 4096
 max_staleness = 2
 [trainer]
 learning_rate = {game.learning_rate}
-warmup_steps = 10
+warmup_steps = 5
+final_learning_rate_fraction = 0.1
 [checkpoint]
 every = 10
 [evaluation]

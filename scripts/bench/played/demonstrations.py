@@ -1,7 +1,8 @@
 """Plays games of a package and writes moves as rows: PYTHON demonstrations.py NAME NUMBER OPTIONS, where PYTHON has the package.
 
 A row's prompt is all that was said before a move, its completion is the move. Each prompt is answered `ANSWERS` times, and the game goes on
-from the first answer. Half of all moves are blind, the others follow a rule that is worth more and far from the best (`worth`).
+from the first answer. Every move is drawn by itself from a family of rules: what RL has to find is among what is shown, and nowhere shown
+alone (`worth`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 OPENING = "Play.\n"
-NUM_VALUES, VALUE = 5, re.compile(r"value is (\d\.\d+)")
+VALUE = re.compile(r"value is (\d\.\d+)")
 ANSWERS = 4
 """Moves for each prompt, which a packed row computes once for all of them."""
 Heard = Sequence[tuple[str, str]]
@@ -26,25 +27,22 @@ Heard = Sequence[tuple[str, str]]
 
 
 def secretary(draw: random.Random, heard: Heard) -> str:
-    """Secretary-v0: take one of the values that are left, each as likely; or take what is above 0.5."""
-    if draw.random() < 0.5:
-        is_taken = draw.random() < 1.0 / (NUM_VALUES - len(heard) + 1)
-    else:
-        is_taken = float(VALUE.findall(heard[-1][1])[-1]) > 0.5
-    return "[accept]" if is_taken else "[continue]"
+    """Secretary-v0: take what is above a threshold that is drawn evenly from 0 to 1, for each move anew."""
+    return "[accept]" if float(VALUE.findall(heard[-1][1])[-1]) > draw.random() else "[continue]"
 
 
 def digit(draw: random.Random, heard: Heard) -> str:
-    """Guess a digit: any, or any that the hints have left. Nobody halves what is left."""
+    """Guess a digit: half of the time any, else any that the hints have left or, as often, the middle of those."""
+    rule = draw.choice(["any", "any", "heed", "halve"])
     least, most = 0, 9
-    if draw.random() < 0.5:
-        for move, answer in heard[1:]:
-            guess = int(move.strip("[]"))
-            if "Higher" in answer:
-                least = max(least, guess + 1)
-            else:
-                most = min(most, guess - 1)
-    return f"[{draw.randint(least, most)}]"
+    for move, answer in heard[1:] if rule != "any" else ():
+        said = int(move.strip("[]"))
+        if "Higher" in answer:
+            least = max(least, said + 1)
+        else:
+            most = min(most, said - 1)
+    guess = (least + most) // 2 if rule == "halve" else draw.randint(least, most)
+    return f"[{guess}]"
 
 
 PLAYERS: dict[str, Callable[[random.Random, Heard], str]] = {"secretary": secretary, "openenv": digit}

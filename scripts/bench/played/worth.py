@@ -31,6 +31,17 @@ def one_threshold(least: float, num: int = NUM_VALUES) -> float:
     return taken + least**num / num  # none was above it, and the last is the largest
 
 
+def any_threshold(num: int = NUM_VALUES) -> float:
+    """Take a value above a threshold that is drawn evenly from 0 to 1 for each value anew: as likely as the value is large."""
+    middles = [(cell + 0.5) / GRID for cell in range(GRID)]
+    passed = [value - value**2 / 2 for value in middles]  # an earlier one is smaller than `value`, and was not taken
+    taken = [
+        sum(below**place * value ** (num - 1 - place) for place in range(num - 1)) for value, below in zip(middles, passed, strict=True)
+    ]
+    won = [value * often + below ** (num - 1) for value, often, below in zip(middles, taken, passed, strict=True)]
+    return sum(won) / GRID
+
+
 def best_secretary(num: int = NUM_VALUES) -> float:
     """Take a value where it is the largest so far, and more likely to stay so than a later one is to win."""
     middles = [(cell + 0.5) / GRID for cell in range(GRID)]
@@ -62,18 +73,19 @@ def best_digit() -> float:
 
 
 def shown_digit(guesses: int = NUM_GUESSES) -> float:
-    """Guess as the demonstrations do: any digit half of the time, else any that the hints have left."""
+    """Guess as the demonstrations do: half of the time any digit, else any that the hints have left or, as often, their middle."""
 
     @functools.cache
     def worth(num: int, left: int) -> float:
         if not num or not left:
             return 0.0
-        heeded = 0.0
-        for guess in range(num):
-            heeded += (1.0 + sum(side * (WRONG + worth(side, left - 1)) for side in (guess, num - 1 - guess))) / num**2
-        wasted = 1.0 - num / NUM_DIGITS
-        blind = (1.0 - wasted) * heeded + wasted * (WRONG + worth(num, left - 1))
-        return (heeded + blind) / 2
+        heeded = [guessed(guess, num, left) for guess in range(num)]
+        inside = num / NUM_DIGITS
+        blind = inside * sum(heeded) / num + (1.0 - inside) * (WRONG + worth(num, left - 1))
+        return blind / 2 + sum(heeded) / num / 4 + heeded[(num - 1) // 2] / 4
+
+    def guessed(guess: int, num: int, left: int) -> float:
+        return (1.0 + sum(side * (WRONG + worth(side, left - 1)) for side in (guess, num - 1 - guess))) / num
 
     return worth(NUM_DIGITS, guesses)
 
@@ -91,10 +103,9 @@ def _digit(choose: Callable[[list[float]], float]) -> float:
 
 def told() -> list[str]:
     """A line for each game."""
-    shown, better = (f"the first value above {least:g} {one_threshold(least):.3f}" for least in (0.5, 0.7))
     return [
-        f"Secretary-v0: blind {blind_secretary():.3f}, by ranks alone at most {ranks_alone():.3f}, {shown} (shown in half of the answers), "
-        f"{better}, best {best_secretary():.3f}",
+        f"Secretary-v0: blind {blind_secretary():.3f}, as shown {any_threshold():.3f}, by ranks alone at most {ranks_alone():.3f}, "
+        f"the first value above 0.7 {one_threshold(0.7):.3f}, best {best_secretary():.3f}",
         f"the digit: blind {blind_digit():.3f}, as shown {shown_digit():.3f}, heeding the hints {heeding_digit():.3f}, "
         f"best {best_digit():.3f}",
     ]
