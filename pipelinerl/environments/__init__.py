@@ -2,6 +2,7 @@
 
     class Game:
         tools = ()                                     # optional: JSON schemas of functions that the model may call
+        package = "game_engine"                        # optional: a module that is imported as the class is loaded, not with this file
         def reset(self, **columns) -> str | list[dict] | None: ...
         def step(self, message: Said) -> Step | tuple[observation, reward, done]: ...
         def close(self) -> None: ...                   # optional
@@ -15,6 +16,7 @@ packages that exclude ours.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,16 @@ class Step:
     """True where the episode is over."""
     state: str | None = None
     """Name of the state that this leaves: siblings' turns that answer equal states are compared (`gigpo`). None: the observation."""
+
+
+def import_package(cls: Any) -> None:
+    """Import the module that a class names as its `package`, if any.
+
+    It is done as the class is loaded, for which there is more time than for a call: a large package takes seconds in each of many
+    processes, and one that is killed at a call's deadline would begin anew. Raises what the import raises.
+    """
+    if (package := getattr(cls, "package", None)) is not None:
+        importlib.import_module(package)
 
 
 def answers(calls: tuple[ToolCall, ...], result: Callable[[ToolCall], Any]) -> list[dict[str, Any]]:

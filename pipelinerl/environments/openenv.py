@@ -18,12 +18,14 @@ from typing import Any
 class OpenEnv:
     """One session of a server."""
 
+    package = "openenv.core.generic_client"
+
     def __init__(self, url: str, action: str = "message", observation: str | None = None, **fields: Any) -> None:
         """Take the server's `url`, the names of the fields that hold what is said on either side, and further fields of each action.
 
         Without `observation`, the model sees all fields of an observation, as JSON.
         """
-        client = importlib.import_module("openenv.core.generic_client").GenericEnvClient(base_url=url)
+        client = importlib.import_module(self.package).GenericEnvClient(base_url=url)
         self._client = client.sync()
         self._action, self._observation, self._fields = action, observation, fields
         self._client.connect()

@@ -22,9 +22,11 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGym:
     """One task."""
 
+    package = "reasoning_gym"
+
     def __init__(self, attempts: int = 1, again: str = "That is not right. Try again.") -> None:
         """Take the number of attempts, and what the model hears after one that failed."""
-        self._gym = importlib.import_module("reasoning_gym")
+        self._gym = importlib.import_module(self.package)
         self._num_left, self._again = attempts, again
         self._best = 0.0
         self._entry: dict[str, Any] = {}

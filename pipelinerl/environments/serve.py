@@ -55,7 +55,8 @@ class Server:
 
     def __init__(self, reference: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._step_type: Any = _load_package().Step
+        package = _load_package()
+        self._step_type: Any = package.Step
         path, _, name = reference.rpartition(":")
         self.function: Any = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         for part in name.split("."):
@@ -63,6 +64,7 @@ class Server:
         missing = [one for one in ("reset", "step") if not callable(getattr(self.function, one, None))]
         if missing:
             raise TypeError(f"{reference} has no {' and no '.join(missing)}, expected a class with reset and step")
+        package.import_package(self.function)
         self._environment: Any = None
 
     def do(self, asked: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from typing import Any
 class SkyRLGym:
     """One episode of a registered environment, or of a class that `env_id` names as `module:Class`."""
 
+    package = "skyrl_gym"
+
     def __init__(self, env_id: str, **config: Any) -> None:
         """Take the environment's id, and its `env_config`."""
-        self._gym = importlib.import_module("skyrl_gym")
+        self._gym = importlib.import_module(self.package)
         self._env_id, self._config = env_id, config
         self._environment: Any = None
         if ":" in env_id and env_id not in self._gym.envs.registration.registry:

@@ -17,9 +17,11 @@ from typing import Any
 class TextArena:
     """One game, from its rules to its outcome."""
 
+    package = "textarena"
+
     def __init__(self, env_id: str, **options: Any) -> None:
         """Take the game's id, as `GuessTheNumber-v0`, and arguments of it, as `max_turns`."""
-        arena = importlib.import_module("textarena")
+        arena = importlib.import_module(self.package)
         self._game = arena.make(env_id=env_id if env_id.endswith("-raw") else f"{env_id}-raw", **options)
 
     def reset(self, seed: int | None = None) -> str:

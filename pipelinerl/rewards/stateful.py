@@ -27,7 +27,7 @@ import numpy as np
 from pipelinerl.data.chat import ChatTemplate
 from pipelinerl.data.tokenizer import ChatOptions, Codec, TextEncoder
 from pipelinerl.data.tool_calls import JsonToolCalls, names_of
-from pipelinerl.environments import Said, Step, ToolCall
+from pipelinerl.environments import Said, Step, ToolCall, import_package
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import MAX_REWARD, Observation, ScorerTask, is_reward
 from pipelinerl.rewards.arguments import Parameters, WrongReturn, parameters_of
@@ -157,6 +157,12 @@ def load_stateful(component: Component) -> StatefulEnvironment:
     else:
         make = load_plugin(component.function)
         reset, tools = _checked(make, component, what=what)
+        try:
+            import_package(make)
+        except ImportError as error:
+            raise ConfigError(
+                f"{what} cannot be loaded: {error}; install it, or name an interpreter that has it (environment.python)"
+            ) from error
     return StatefulEnvironment(name=component.name, make=make, options=component.options, reset=reset, tools=tools)
 
 

@@ -89,6 +89,10 @@ class Shop:
         return Step(None, float(message == "3"), done=True)
 
 
+class Packaged(Guess):
+    package = "no_such_game_engine"
+
+
 class NoStep:
     def reset(self) -> None: ...
 

@@ -260,6 +260,12 @@ def test_another_interpreter_plays_the_same_game_and_tells_where_it_failed(token
         load_stateful(component("NoStep", python=sys.executable))
 
 
+@pytest.mark.parametrize("python", ["", sys.executable])
+def test_the_package_of_a_class_is_imported_as_the_class_is_loaded_and_not_within_a_call(python: str) -> None:
+    with pytest.raises(ConfigError, match="no_such_game_engine"):
+        load_stateful(component("Packaged", python=python))
+
+
 TEMPLATES = Path(str(importlib.util.find_spec("vllm").submodule_search_locations[0])) / "transformers_utils" / "chat_templates"  # pyright: ignore[reportOptionalMemberAccess, reportOptionalSubscript]
 
 
