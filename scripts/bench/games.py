@@ -5,7 +5,7 @@ OpenEnv server (a digit, eight turns, 0.1 lost for each wrong guess). A fresh mo
 drawn by itself from a family of rules: a value is taken by a threshold from anywhere between 0 and 1, a digit is guessed blindly half of
 the time. Then Dr. GRPO trains it, 256 games a step, three seeds each. Held-out games are sampled as in training, before and after it. What
 policies are worth follows from arithmetic (`played.worth`), and the least mean return after training was set before the judged runs
-(`GAMES`), from a run of seed 10: more than what was shown is worth. Each run is a file; one that was interrupted goes on from its last
+(`GAMES`), after runs of seed 10: more than what was shown is worth. Each run is a file; one that was interrupted goes on from its last
 checkpoint: call again.
 `runs/environments` has the packages: `python -m venv runs/environments && runs/environments/bin/pip install textarena openenv`.
 """
@@ -57,7 +57,7 @@ class Game:
 
 GAMES = {
     "secretary": Game(least=0.55, num_shown=1000, sft_steps=150, steps=80, learning_rate=2e-4, concurrency=32),
-    "openenv": Game(least=0.65, num_shown=2000, sft_steps=300, steps=80, learning_rate=2e-4, concurrency=32),
+    "openenv": Game(least=0.65, num_shown=2000, sft_steps=500, steps=60, learning_rate=3e-4, concurrency=16),
 }
 SETTINGS = """
 [model]
