@@ -5,9 +5,9 @@ generated, of the schemas and under the names that they ask the Hub for, the mod
 way out holds server and recipes. A byte-level model of 0.4 M random parameters is taught to answer 1, 2 or 3 (`sl_loop`) and rewarded for
 1 (`rl_loop`, cispo); DPO prefers 2 over 3, and on-policy distillation has the taught model follow the rewarded one. `math_rl` trains all
 weights of the pretrained SmolLM2-135M on sums up to 200. `async_rl` is the cookbook's asynchronous RL on the demo's task, from the demo's
-warm start, and has to reach the demo's held-out accuracy (0.99). Each row of the table is a recipe: the mean of its figure over the first
-steps and over the last, and what the server knew of the tokens it was trained on. Each run is a folder: call again where it was
-interrupted.
+warm start, and has to reach the demo's held-out accuracy (0.99), with prompts of three seeds. Each row of the table is a recipe: the mean
+of its figure over the first steps and over the last, and what the server knew of the tokens it was trained on. Each run is a folder: call
+again where it was interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from scripts.bench import harness
 from scripts.bench.recipes import environment
 
 FOLDER = Path("runs/bench-cookbook")
-PARTS = {"toy": ["sl_loop", "rl_loop", "dpo", "distillation"], "pretrained": ["math_rl"], "demo": ["async_rl"]}
+PARTS = {
+    "toy": ["sl_loop", "rl_loop", "dpo", "distillation"],
+    "pretrained": ["math_rl"],
+    "demo": ["async_rl-10"],
+    "demo-11": ["async_rl-11"],
+    "demo-12": ["async_rl-12"],
+}
 """The model that a server serves -> the recipes that are run against it, one after another."""
 FIGURES = {
     "sl_loop": ("train_mean_nll", 1, 0.3, "at most this part of its start"),
@@ -61,7 +67,7 @@ def measure(arguments: Any) -> harness.Measured:
 
 
 def _judged(recipe: str, found: dict[str, Any]) -> tuple[harness.Row, harness.Goal]:
-    figure, width, goal, how = FIGURES[recipe]
+    figure, width, goal, how = FIGURES[recipe.partition("-")[0]]
     values = [line[figure] for line in found["metrics"] if figure in line]
     first, last = (sum(part) / len(part) for part in (values[:width], values[-width:]))
     steps = found["steps"]

@@ -63,7 +63,6 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
             "learning_rate=0.0001",
             "max_steps_off_policy=1",
             "loss_fn=ppo",
-            "seed=10",
         ),
     ),
     "distillation": (
@@ -79,23 +78,25 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Name -> module of the recipe ("": `asynchronous.py`), and what it is told beside the model and the folder of its logs."""
+"""Name -> module of the recipe ("": `asynchronous.py`), and what it is told beside the model and the folder of its logs. A name may end
+with a seed (`async_rl-11`), which the recipe is told, too."""
 
 
 def main(folder: Path, names: list[str]) -> None:
     """Run recipes in a folder that is not there yet."""
     folder.mkdir(parents=True)
+    is_demo = names[0].startswith("async_rl")
     if "math_rl" in names:
         (folder / MODEL).parent.mkdir()
         (folder / MODEL).symlink_to(ROOT / "runs" / "smollm2-135m-instruct")
-    elif "async_rl" in names:
+    elif is_demo:
         (folder / MODEL).parent.mkdir()
         (folder / MODEL).symlink_to(make_taught_demo(folder.with_name("taught-demo")))
     else:
         make_model(folder / MODEL)
     make_data(folder, sl_steps=SL_STEPS, rl_steps=RL_STEPS)
     found: dict[str, Any] = {}
-    context = 64 if "async_rl" in names else 600  # the demo's model was made for 128 tokens
+    context = 64 if is_demo else 600  # the demo's model was made for 128 tokens
     with served(
         folder, "lora.rank=0", f"model.max_tokens={context}", "batch.max_tokens=4096", "engine.max_running=64", model=folder / MODEL
     ) as variables:
@@ -110,7 +111,10 @@ def main(folder: Path, names: list[str]) -> None:
 
 def _recipe(name: str, folder: Path, variables: dict[str, str]) -> list[dict[str, Any]]:
     """Run a recipe; return what it logged, step by step. `rl_loop` goes on in the folder of `sl_loop`."""
-    module, words = RECIPES[name]
+    recipe, _, seed = name.partition("-")
+    module, words = RECIPES[recipe]
+    if seed:
+        words = (*words, f"seed={seed}")
     logs = folder / ("logs" if name.endswith("_loop") else f"logs-{name}")
     taught, learned = (_checkpoints(folder / "logs", kind) for kind in ("state_path", "sampler_path"))
     if name in ("dpo", "distillation"):
