@@ -18,26 +18,35 @@ from verifiers.v1.configs.client import TrainClientConfig  # pyright: ignore[rep
 from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
 
 
-async def played(taskset: str, model: str, address: str) -> dict[str, Any]:
-    """Play the first task of a taskset."""
+def environment_of(taskset: str) -> Any:
+    """Load the environment of a taskset."""
     config_type = loaders.environment_class(taskset).__orig_bases__[0].__args__[0]
     seat = {"harness": {"id": "verifiers_game"}, "runtime": {"type": "subprocess"}}
     seats = {name: seat for name in ("player", "agent") if name in config_type.model_fields}
-    env = loaders.load_environment(config_type.model_validate({"taskset": {"id": taskset}, **seats}))
-    client = TrainClientConfig(base_url=f"{address}/v1", api_key_var="LEASE", renderer_model_name=model)
-    (task,) = itertools.islice(env.taskset, 1)
+    return loaders.load_environment(config_type.model_validate({"taskset": {"id": taskset}, **seats}))
+
+
+async def played(env: Any, task: Any, *, model: str, address: str, variable: str) -> dict[str, Any]:
+    """Play a task in an environment that is being served; the environment variable `variable` holds the episode's token."""
+    client = TrainClientConfig(base_url=f"{address}/v1", api_key_var=variable, renderer_model_name=model)
     (slot,) = env.slots(task)
-    async with env.serving():
-        episode = await env.run_slot(slot, ModelContext(client=client, model="policy"))
+    episode = await env.run_slot(slot, ModelContext(client=client, model="policy"))
     (trace,) = episode.traces
     assert not trace.errors, trace.errors
     said = [node for node in trace.nodes if node.sampled]
     return {"reward": trace.reward, "num_turns": len(said), "sampled": sum(sum(node.mask) for node in said)}
 
 
+async def _first(taskset: str, model: str, address: str) -> dict[str, Any]:
+    env = environment_of(taskset)
+    (task,) = itertools.islice(env.taskset, 1)
+    async with env.serving():
+        return await played(env, task, model=model, address=address, variable="LEASE")
+
+
 def main(taskset: str, model: str, address: str, episode_url: str) -> None:
     """Play, and finish."""
-    found = asyncio.run(played(taskset, model, address))
+    found = asyncio.run(_first(taskset, model, address))
     headers = {"authorization": f"Bearer {os.environ['LEASE']}", "content-type": "application/json"}
     finish = urllib.request.Request(f"{episode_url}/finish", json.dumps({"reward": found["reward"]}).encode(), headers)
     urllib.request.urlopen(finish, timeout=30).read()

@@ -57,7 +57,7 @@ class Asking(vf.Harness[vf.HarnessConfig]):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [message_to_wire(one) for one in prompt]
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=120.0) as client:
             answer = await client.chat.completions.create(model=ctx.model, messages=messages)  # pyright: ignore[reportArgumentType]
         return ProgramResult(exit_code=0, stdout=answer.choices[0].message.content or "", stderr="")
 
