@@ -66,8 +66,8 @@ class Columns:
         row_of = self._rows.get
         return np.array([row_of(rollout_id, NO_ROW) for rollout_id in rollout_ids], np.intp)
 
-    def append(self, rows: np.ndarray, *, token_ids: np.ndarray, logprobs: np.ndarray, versions: int | np.ndarray) -> None:
-        """Give each of these rows [N], none twice, one token more: all [N]."""
+    def append(self, rows: np.ndarray, *, token_ids: np.ndarray, logprobs: np.ndarray, versions: int | np.ndarray) -> int:
+        """Give each of these rows [N], none twice, one token more: all [N]. Return the tokens that came before these, prompts included."""
         places = self._num_tokens[rows]
         if places.max(initial=0) >= self._token_ids.shape[1]:
             self._add_places()
@@ -76,6 +76,7 @@ class Columns:
         self._versions[rows, places] = versions
         self._num_tokens[rows] = places + 1
         self._kv_versions_sum[rows] += versions
+        return int((places + self._num_prompt_tokens[rows]).sum())
 
     def to_tell(self, rows: np.ndarray) -> list[str]:
         """Those among these rows that go on and have sampled as many tokens since they were told of as was asked for."""

@@ -93,7 +93,7 @@ class EngineLoop:
         self._staging: Staging | None = None
         self._next: StageWeights | None = None
         self._nap = Nap(engine, engine_id=engine_id, clock=clock)
-        self._num_tokens = self._num_steps = 0
+        self._num_tokens = self._num_steps = self._num_context_tokens = 0
         self._num_drafted = self._num_accepted = 0
         self._busy_s = 0.0
 
@@ -150,6 +150,7 @@ class EngineLoop:
             busy_s=self._busy_s,
             idle_s=idle_s,
             kv_used=self._engine.kv_used,
+            num_context_tokens=self._num_context_tokens,
             num_drafted=self._num_drafted,
             num_accepted=self._num_accepted,
         )
@@ -233,7 +234,7 @@ class EngineLoop:
         if rows.min(initial=0) == NO_ROW:  # of sequences that have ended since the pass began
             sampled, rows = sampled.only(rows != NO_ROW), rows[rows != NO_ROW]
         versions = self.version if sampled.versions is None else sampled.versions
-        self._columns.append(rows, token_ids=sampled.token_ids, logprobs=sampled.logprobs, versions=versions)
+        self._num_context_tokens += self._columns.append(rows, token_ids=sampled.token_ids, logprobs=sampled.logprobs, versions=versions)
         self._num_tokens += len(rows)
         for rollout_id, logprobs in sampled.prompt_logprobs.items():
             if rollout_id in self._running:

@@ -245,6 +245,9 @@ class EngineLoad(Message, frozen=True):
     """Seconds without a request since the engine started."""
     kv_used: float | None = None
     """Fraction of the KV cache that sequences hold; None where the engine does not report it."""
+    num_context_tokens: int = 0
+    """Tokens of the sequences that passes have sampled for, their prompts among them, summed over passes since the engine started: over
+    `num_tokens`, the mean context of a sampled token."""
     num_drafted: int = 0
     """Drafted tokens that passes have verified (`engine.speculation`) since the engine started."""
     num_accepted: int = 0

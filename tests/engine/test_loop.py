@@ -511,6 +511,18 @@ class Drafting(TwoATime):
         return [dataclasses.replace(first, num_drafted=3), *more]
 
 
+def test_tokens_that_passes_read_are_counted_prompts_and_what_other_engines_wrote_included():
+    """A prompt of three tokens, read as 3, 4 and 5; beside it in the last two passes one of which two more were written, as 5 and 6."""
+    bench = Bench()
+    bench.ask("0/0", max_tokens=9)
+    bench.advance(1)
+    assert bench.loop.load(idle_s=0.0).num_context_tokens == 3
+    bench.ask("0/1", max_tokens=9, written=[8, 9])
+    bench.advance(2)
+    load = bench.loop.load(idle_s=0.0)
+    assert (load.num_tokens, load.num_context_tokens) == (5, 3 + 4 + 5 + 5 + 6)
+
+
 def test_drafted_tokens_are_counted_and_so_are_those_of_them_that_were_kept():
     bench = Bench(engine=Drafting(max_model_tokens=4096, max_running=8, mean_tokens=10**9))
     bench.ask("0/0", max_tokens=5)
