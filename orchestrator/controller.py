@@ -351,6 +351,9 @@ def not_in_scripts(config: Config) -> Iterator[Finding]:
     if config.is_mixed:
         found = f"is {config.engine.apart}, and a script may await what an engine has that sleeps until the script itself publishes"
         yield Finding(Level.FAIL, "engine.apart", found, "leave it out: all engines then take turns, or none does (pipeline.placement)")
+    if config.pipeline.elastic:
+        found = "is true, and a script's run keeps its engines, unless the script asks for others, and its trainer's ranks"
+        yield Finding(Level.FAIL, "pipeline.elastic", found, "leave it out; run.reallocate(engines=N) asks for engines")
     for section, key, instead in (("evaluation", "every", "run.evaluate()"), ("batch", "groups_per_step", "run.train(rows)")):
         if key in getattr(config, section).model_fields_set:
             yield note(f"{section}.{key}", f"does nothing in a script's run unless the script reads it: {instead} says it")

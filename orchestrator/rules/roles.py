@@ -20,10 +20,14 @@ expected to grow as much in the next window as they did in the last.
 Units change only at a swap boundary, and only where `HORIZON` windows save more than the change costs:
 
     HORIZON * (tokens / speed now - tokens / speed then) > (1 + MARGIN) * cost
-    cost = switch_s * (1 - speed meanwhile / speed now) + KV caches computed anew
+    cost = away_s + (switch_s - away_s) * (1 - speed meanwhile / speed now) + KV caches computed anew
+
+`away_s` are the seconds in which nothing is trained, where the core starts again with every change of the replicas beside it, as it does
+in a live run; else 0.
 
 Each change has an epoch. It is over when every unit says so; after its deadline the layout before it is taken up again, and the rule plans
-nothing for `HOLD_WINDOWS`. Without a measurement it plans nothing at all.
+nothing for `HOLD_WINDOWS`. The same holds where whoever carries it out has taken it back, and where a person has asked for a layout of
+their own, which the rule then plans from. Without a measurement it plans nothing at all.
 """
 
 from __future__ import annotations
@@ -115,6 +119,12 @@ class Pool:
     """Sequences that the staleness bound admits to all engines."""
     switch_s: float
     """Seconds from the end of one role until a unit has taken up another: processes, weights, groups."""
+    away_s: float = 0.0
+    """Of these, seconds in which the core does not train, where replicas join or leave it."""
+    least_deadline_s: float = 0.0
+    """Seconds that a change may take in any case: whoever carries it out has deadlines of their own."""
+    may_be: Callable[[Layout], bool] = lambda layout: True
+    """Returns whether the run could have this layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +133,8 @@ class Window:
 
     tokens: float
     """Sampled tokens of the steps of a window."""
+    num_steps: int
+    """How many these are."""
     context: float
     """Mean tokens of a sequence while it is written, its prompt among them."""
     slowness: float
@@ -144,6 +156,26 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """What a window has said for and against the best of the other layouts; where that is the present one, for nothing."""
+
+    now: Layout
+    then: Layout
+    speed_now: float
+    """Sampled tokens per second."""
+    speed_then: float
+    saved_s: float
+    """Seconds that `HORIZON` windows save."""
+    cost_s: float
+
+    @property
+    def pays(self) -> bool:
+        """True where the other layout is to be taken up."""
+        is_faster = self.then != self.now and self.speed_then >= (1 + LEAST_GAIN) * self.speed_now
+        return is_faster and self.saved_s > (1 + MARGIN) * self.cost_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One change of the layout."""
 
@@ -155,17 +187,25 @@ class Change:
     deadline_s: float
     """Seconds that it may take."""
 
+    @property
+    def is_back(self) -> bool:
+        """True where it takes up again what an earlier one had left."""
+        return not self.saved_s
+
 
 class Roles:
     """The layout of the pool, and the change that is under way."""
 
     def __init__(self, pool: Pool, layout: Layout, *, window_steps: int) -> None:
-        """`layout` is the one that the run begins with."""
+        """`layout` is the one that the run begins with; windows have `window_steps` steps at least."""
         self.pool, self.layout = pool, layout
+        """The pool may be exchanged for what is known of it by now."""
         self.epoch = 0
         self.change: Change | None = None
         """The change under way."""
-        self._window_steps, self._next_plan = window_steps, window_steps
+        self.weighed: Weighed | None = None
+        """What the last window has said; None before the first."""
+        self._least_steps = self._window_steps = self._next_plan = window_steps
         self._context: float | None = None
         """Of the window before the last."""
         self._slowness: dict[int, float] = {}
@@ -179,17 +219,15 @@ class Roles:
         """Return the change that begins at this swap boundary; None where the layout stays."""
         if not self.is_due(step) or window is None:
             return None
-        self._next_plan = step + self._window_steps
+        self._next_plan, self._window_steps = step + self._least_steps, window.num_steps
         self._note_slowness(window)
         before, self._context = self._context or window.context, window.context
         window = dataclasses.replace(window, context=min(2.0, max(0.5, 2 - before / window.context)) * window.context)
-        now = self._speed(self.layout, window)
-        after = max(self._layouts(window), key=lambda layout: (self._speed(layout, window), layout.common(self.layout).num_units))
-        then = self._speed(after, window)
-        saved_s, cost_s = HORIZON * (window.tokens / now - window.tokens / then), self._cost_s(after, window)
-        if after == self.layout or then < (1 + LEAST_GAIN) * now or saved_s <= (1 + MARGIN) * cost_s:
+        weighed = self.weighed = self._weigh(window)
+        if not weighed.pays:
             return None
-        return self._begin(after, saved_s=saved_s, cost_s=cost_s, step_s=window.tokens / self._window_steps / now)
+        step_s = window.tokens / window.num_steps / weighed.speed_now
+        return self._begin(weighed.then, saved_s=weighed.saved_s, cost_s=weighed.cost_s, step_s=step_s)
 
     def done(self, epoch: int) -> None:
         """Note that every unit has taken up its role. A change that was given up meanwhile is another epoch's."""
@@ -201,8 +239,29 @@ class Roles:
         late = self.change
         if late is None or late.epoch != epoch:
             return None
-        self.layout, self._next_plan = late.after, step + HOLD_WINDOWS * self._window_steps
+        self.layout, self._next_plan = late.after, self._after_rest(step)
         return self._begin(late.before, saved_s=0.0, cost_s=late.cost_s, step_s=late.deadline_s / PATIENCE)
+
+    def settle(self, layout: Layout, step: int) -> None:
+        """Take up a layout that is not this rule's choice: one that was taken back by whoever carries changes out, or a person's."""
+        self.layout, self.change, self._context, self._next_plan = layout, None, None, self._after_rest(step)
+
+    def _after_rest(self, step: int) -> int:
+        return step + HOLD_WINDOWS * self._window_steps
+
+    def _weigh(self, window: Window) -> Weighed:
+        """Compare the present layout with the fastest that the run could have; of two that are as fast, the one that keeps most units."""
+        layouts = sorted(
+            self._layouts(window),
+            key=lambda layout: (self._speed(layout, window), layout.common(self.layout).num_units),
+            reverse=True,
+        )
+        then = next(layout for layout in layouts if layout == self.layout or self.pool.may_be(layout))
+        speed_now, speed_then = self._speed(self.layout, window), self._speed(then, window)
+        saved_s = HORIZON * (window.tokens / speed_now - window.tokens / speed_then)
+        return Weighed(
+            now=self.layout, then=then, speed_now=speed_now, speed_then=speed_then, saved_s=saved_s, cost_s=self._cost_s(then, window)
+        )
 
     def _note_slowness(self, window: Window) -> None:
         slowness = window.slowness
@@ -219,7 +278,7 @@ class Roles:
 
     def _begin(self, after: Layout, *, saved_s: float, cost_s: float, step_s: float) -> Change:
         self.epoch += 1
-        deadline_s = PATIENCE * (self.pool.switch_s + step_s)  # replicas leave at the end of a step
+        deadline_s = max(self.pool.least_deadline_s, PATIENCE * (self.pool.switch_s + step_s))  # replicas leave at the end of a step
         self.change = Change(epoch=self.epoch, before=self.layout, after=after, saved_s=saved_s, cost_s=cost_s, deadline_s=deadline_s)
         return self.change
 
@@ -237,7 +296,8 @@ class Roles:
         num_leaving, num_staying = self.layout.engines - stays.engines, num_engines(stays, self.pool)
         meanwhile = self._speed(stays, window) / self._speed(self.layout, window)
         computed_s = num_leaving * window.held_tokens * window.recompute_s / max(1, num_staying or num_engines(after, self.pool))
-        return self.pool.switch_s * (1 - min(1.0, meanwhile)) + computed_s
+        away_s = self.pool.away_s if after.trainers != self.layout.trainers else 0.0
+        return away_s + (self.pool.switch_s - away_s) * (1 - min(1.0, meanwhile)) + computed_s
 
 
 def num_engines(layout: Layout, pool: Pool) -> int:

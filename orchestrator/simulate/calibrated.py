@@ -25,15 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from orchestrator.rules.pass_profile import Numbers, least_squares
 from orchestrator.simulate.draws import fixed, recorded
 from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_journal, read_ledger
 from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
 from pipelinerl.config import Config
 from pipelinerl.errors import DataError
 
-Numbers = npt.NDArray[np.float64]
 _ONE_BURST_S = 0.01
 """Groups begun within so many seconds waited for nothing but each other."""
 _SPAN_GAP_S = 0.005
@@ -168,26 +167,12 @@ def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[Numbers, tu
     best: tuple[float, Numbers, tuple[float, ...]] | None = None
     for slowdowns in itertools.product(*grids):
         factor = 1 + beside @ np.array(slowdowns)
-        coefficients = _least_squares(parts * factor[:, None], seconds)
+        coefficients = least_squares(parts * factor[:, None], seconds)
         error = float(np.square((parts @ coefficients) * factor - seconds).sum()) * (1 + 1e-3 * float(sum(slowdowns)))
         if best is None or error < best[0]:
             best = error, coefficients, tuple(float(one) for one in slowdowns)
     assert best is not None
     return best[1], best[2]
-
-
-def _least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
-    """Return the coefficients with the least squared error, none below 0: the best over all choices of columns that may be above."""
-    num = parts.shape[1]
-    best, found = np.inf, np.zeros(num)
-    for size in range(1, num + 1):
-        for chosen in map(list, itertools.combinations(range(num), size)):
-            some, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=1e-9)
-            error = float(np.square(parts[:, chosen] @ some - seconds).sum())
-            if (some >= 0).all() and error < best * (1 - 1e-9):
-                best, found = error, np.zeros(num)
-                found[chosen] = some
-    return found
 
 
 # --- the others ---

@@ -167,6 +167,7 @@ class RoleChanges:
         world = self._elastic.engines[layout.width]
         return Window(
             tokens=self._trained / self._num_steps * part * self._elastic.window_steps,
+            num_steps=self._elastic.window_steps,
             context=context,
             slowness=busy_s / passes / pool.profiles[layout.width].pass_s(tokens / passes, context),
             replica_rate=self._trained * part / self._working_s,

@@ -82,7 +82,7 @@ def simulate(
     """Simulate a run to its last step; `folder` becomes a run folder with its journal.
 
     `migration` has sequences move between engines (`rules.migration`), and, above 0, engines emptied at the end of a round into others that
-    then have so many at most. `elastic` has devices change roles between steps (`rules.roles`). Live runs do none of it.
+    then have so many at most. `elastic` has devices change roles between steps (`rules.roles`), as live runs do with `pipeline.elastic`.
 
     Raises `Stalled` where the run could not go on, and where it takes more than `limit_s` simulated seconds.
     """

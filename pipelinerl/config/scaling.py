@@ -1,10 +1,14 @@
-"""Which runs may get other engines, or another number of trainer ranks, while they are live (`pipelinerl scale`)."""
+"""Which runs may get other engines, or another number of trainer ranks, while they are live (`pipelinerl scale`, `pipeline.elastic`)."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
-from pipelinerl.config.modes import Placement
+from pipelinerl.config.layout import Layout
+from pipelinerl.config.modes import Mode, Placement
 from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, TrainerSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
 
@@ -25,6 +29,78 @@ def why_trainer_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker
     if lora.rank:
         return f"lora.rank is {lora.rank}: a trainer of adapters keeps its ranks"
     return why_fixed(pipeline, weights, tinker)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """The devices of a run that change between engines and trainer ranks as a whole: as few as hold whole engines and whole copies of the
+    trainer's model.
+    """
+
+    devices: int
+    """Of a unit."""
+    engines: int
+    """That a unit holds."""
+    core_ranks: int
+    """Ranks that the trainer keeps in any case."""
+    ranks_per_replica: int
+    """Ranks that work on a row together."""
+
+    @property
+    def replicas(self) -> float:
+        """Replicas of the trainer that a unit holds."""
+        return self.devices / self.ranks_per_replica
+
+
+def units_of(engine: EngineSection, layout: Layout) -> Units:
+    """Return the units of a run with such engines, and a trainer that begins in this layout."""
+    copy = layout.ranks_per_replica * layout.shard
+    devices = math.lcm(engine.num_ranks, copy)
+    return Units(
+        devices=devices,
+        engines=devices // engine.num_ranks,
+        core_ranks=layout.ranks - devices * ((layout.ranks - 1) // devices),
+        ranks_per_replica=layout.ranks_per_replica,
+    )
+
+
+def elastic_goes_with(
+    engine: EngineSection,
+    trainer: TrainerSection,
+    pipeline: PipelineSection,
+    weights: WeightsSection,
+    tinker: TinkerSection | None,
+    lora: LoraSection,
+    policies: dict[str, dict[str, Any]],
+) -> Iterator[str]:
+    if not pipeline.elastic:
+        return
+    if (why := why_trainer_fixed(pipeline, weights, tinker, lora)) is not None:
+        yield f"pipeline.elastic is true, and devices cannot change what they do: {why}. Leave it out."
+    if pipeline.mode is not Mode.STREAMING:
+        yield (
+            f'pipeline.elastic is true, and pipeline.mode is "{pipeline.mode}": engines and trainer wait for each other in every step'
+            " there, whatever devices they have. Leave one of them out."
+        )
+    if policies:
+        yield "pipeline.elastic is true, and a script's policies keep their engines and ranks. Leave it out."
+    if engine.elsewhere:
+        yield f"pipeline.elastic is true, but engine.elsewhere is {engine.elsewhere}: no rank can be started there. Leave one of them out."
+    for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores)):
+        if cores:
+            yield f"pipeline.elastic is true, but {name} names a core for each process of the layout that it begins with. Leave it out."
+    units = units_of(engine, trainer.layout)
+    if engine.count % units.engines:
+        yield (
+            f"pipeline.elastic is true, but engine.count is {engine.count}: {units.devices} devices change together (engines of"
+            f" {engine.num_ranks}, a copy of the trainer's model on {trainer.layout.ranks_per_replica * trainer.layout.shard}), which hold"
+            f" {units.engines} engines. Set a multiple of {units.engines}."
+        )
+    if engine.count <= units.engines and trainer.ranks <= units.core_ranks:
+        yield (
+            f"pipeline.elastic is true, but engine.count is {engine.count} and trainer.ranks is {trainer.ranks}: neither can give any away."
+            " Raise engine.count, or leave it out."
+        )
 
 
 def trainer_may_change(

@@ -15,7 +15,7 @@ from pipelinerl.config.large_episodes import large_episodes_go_with
 from pipelinerl.config.layout import Schedule, nearest, problems_of
 from pipelinerl.config.nodes import engines_elsewhere_are_the_runs, nodes_have_work
 from pipelinerl.config.placement import devices_can_be_shared
-from pipelinerl.config.scaling import engines_may_join, trainer_may_change
+from pipelinerl.config.scaling import elastic_goes_with, engines_may_join, trainer_may_change
 from pipelinerl.config.scheduling import cut_is_unbiased, dispatch_is_for_completions, early_stop_is_unbiased
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
 from pipelinerl.config.sections import (
@@ -369,6 +369,7 @@ _CHECKS = (
     engines_elsewhere_are_the_runs,
     engines_may_join,
     trainer_may_change,
+    elastic_goes_with,
     _reference_can_be_offloaded,
     _teachers_are_named_once,
     _adapters_can_be_separate,

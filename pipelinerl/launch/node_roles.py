@@ -15,7 +15,12 @@ from pipelinerl.runtime.devices import Gpu
 
 
 def roles_on_nodes(config: Config, section: NodesSection, run_folder: Path) -> tuple[Role, ...]:
-    """The processes of all nodes."""
+    """The processes of all nodes. Raises `ConfigError` where the settings want what nodes do not give."""
+    if config.pipeline.elastic:
+        raise ConfigError(
+            "pipeline.elastic is true, but the processes of this run are dealt to the nodes of a job, where the trainer keeps the ranks"
+            " that the job began with. Leave it out"
+        )
     nodes = nodes_of(section)
     return roles_of(config, run_folder, trainer_nodes=len(nodes.trainers), engine_nodes=len(nodes.engines))
 

@@ -651,6 +651,7 @@ KEYS = [
     "pipeline.max_staleness",
     "pipeline.max_running",
     "pipeline.adaptive_concurrency",
+    "pipeline.elastic",
     "pipeline.dispatch",
     "pipeline.routing",
     "pipeline.kv_admission",

@@ -16,7 +16,7 @@ ONE = EngineProfile(pass_s=lambda num, context: 0.01 + num * context * 1e-6, slo
 TWO = EngineProfile(pass_s=lambda num, context: 0.005 + num * context * 0.5e-6, slots=100, room=30_000)
 """Of two devices: 30 sequences of 1,000 tokens in passes of 0.02 s, 1,500 tokens per second."""
 POOL = Pool(unit_devices=1, unit_replicas=1, core_replicas=1, profiles={1: ONE}, most_running=1e9, switch_s=10.0)
-WINDOW = Window(tokens=60_000, context=1000, slowness=1.0, replica_rate=1000)
+WINDOW = Window(tokens=60_000, num_steps=4, context=1000, slowness=1.0, replica_rate=1000)
 TRAINS_MUCH = Layout(engines=2, width=1, trainers=2)
 
 
@@ -155,3 +155,57 @@ def test_those_units_change_that_lose_least():
     assert assign(units, Layout(engines=2, width=1, trainers=2)) == {1: (Role.TRAINER, 0)}
     assert assign(units, Layout(engines=3, width=2, trainers=1)) == {number: (Role.ENGINE, 2) for number in (0, 2, 1)}
     assert assign(units, Layout(engines=2, width=1, trainers=1, scorers=1)) == {1: (Role.SCORER, 0)}
+
+
+def test_a_core_that_starts_again_costs_the_seconds_in_which_nothing_is_trained():
+    """Of 10 s all stand still for 4; in the other 6 two of three engines write, 1,000 of 1,500 tokens per second."""
+    pool = dataclasses.replace(POOL, away_s=4.0, core_replicas=0.5)
+    change = Roles(pool, Layout(engines=3, width=1), window_steps=4).plan(4, WINDOW)
+    assert change is not None, "a trainer of 500 becomes one of 1,500"
+    assert (change.after, change.cost_s) == (Layout(engines=2, width=1, trainers=1), pytest.approx(4)), "two engines are enough meanwhile"
+    pool = dataclasses.replace(pool, core_replicas=9, away_s=4.0)
+    window = dataclasses.replace(WINDOW, tokens=600_000)
+    change = Roles(pool, Layout(engines=3, width=1, trainers=1), window_steps=4).plan(4, window)
+    assert change is not None
+    assert (change.after.engines, change.cost_s) == (4, pytest.approx(4)), "three engines write on as they did"
+
+
+def test_a_change_may_take_as_long_as_whoever_carries_it_out_allows():
+    pool = dataclasses.replace(POOL, least_deadline_s=500.0)
+    change = Roles(pool, TRAINS_MUCH, window_steps=4).plan(4, WINDOW)
+    assert change is not None
+    assert change.deadline_s == 500.0
+
+
+def test_a_layout_that_the_run_cannot_have_is_passed_over():
+    pool = dataclasses.replace(POOL, core_replicas=0.1, may_be=lambda layout: layout.trainers != 2)
+    roles = Roles(pool, Layout(engines=4, width=1), window_steps=4)
+    change = roles.plan(4, WINDOW)
+    assert change is not None
+    assert change.after.trainers == 1, "two would train 2,100 beside 1,000 that are written; three write 1,500 and train 1,100"
+    stays = Roles(dataclasses.replace(pool, may_be=lambda layout: False), Layout(engines=4, width=1), window_steps=4)
+    assert stays.plan(4, WINDOW) is None
+    assert stays.weighed is not None
+    assert stays.weighed.then == stays.layout
+
+
+def test_a_layout_that_is_not_its_own_choice_is_taken_up_and_left_alone_for_a_while():
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=4)
+    roles.plan(4, WINDOW)
+    asked = Layout(engines=1, width=1, trainers=4)
+    roles.settle(asked, 6)
+    assert (roles.layout, roles.change) == (asked, None)
+    assert roles.plan(6 + 4 * HOLD_WINDOWS - 1, WINDOW) is None
+    change = roles.plan(6 + 4 * HOLD_WINDOWS, WINDOW)
+    assert change is not None
+    assert change.after.num_units == 5
+
+
+def test_a_rest_is_as_long_as_the_windows_were():
+    """Windows of four steps at least, which had ten."""
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=4)
+    long = dataclasses.replace(WINDOW, num_steps=10)
+    assert roles.plan(4, dataclasses.replace(long, replica_rate=400)) is None, "1,000 beside 1,200 is the best there is"
+    roles.settle(TRAINS_MUCH, 10)
+    assert roles.plan(29, long) is None
+    assert roles.plan(30, long) is not None

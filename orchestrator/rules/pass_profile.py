@@ -1,0 +1,96 @@
+"""PassProfile fits how long an engine's forward pass takes to what engines have reported: the seconds, by sequences and their contexts.
+
+Between two reports an engine has run some passes, which sampled some tokens; each token belongs to a sequence with a context, the tokens
+that the pass reads for it. Least squares, no coefficient below 0:
+
+    seconds in passes = a * passes + b * tokens + c * tokens of context, summed over the sequences of each pass
+
+so that a pass for n sequences of m tokens takes a + b n + c n m. Where engines always run as many sequences, a and b cannot be told apart;
+then the fit is right for as many and a guess for others.
+
+The simulator fits the engines of a recorded run with the same `least_squares` (`orchestrator.simulate.calibrated`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import statistics
+
+import numpy as np
+import numpy.typing as npt
+
+from pipelinerl.messages import EngineLoad
+
+KEPT = 1024
+"""Reports of all engines that a fit looks back on. Fewer forget contexts that come again; more follow an engine that changed too late."""
+LEAST_REPORTS = 8
+"""Reports without which nothing is fitted: three coefficients want some more."""
+LEAST_PASSES = 3
+"""Passes without which a report says little: the time of the first of them may be that of one long prompt."""
+LEAST_KV = 0.05
+"""Part of a KV cache in use from which on it says how many tokens the whole of it holds."""
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PassSeconds:
+    """Seconds of a pass: a + b n + c n m for n sequences, each of m tokens."""
+
+    a: float
+    b: float
+    c: float
+
+    def __call__(self, num: float, context: float) -> float:
+        """Return the seconds of one pass."""
+        return self.a + self.b * num + self.c * num * context
+
+
+class PassProfile:
+    """What engines of one kind have reported, the newest of it."""
+
+    def __init__(self) -> None:
+        self._rows: collections.deque[tuple[float, float, float, float]] = collections.deque(maxlen=KEPT)
+        """Seconds, passes, tokens, tokens of context."""
+        self._rooms: collections.deque[float] = collections.deque(maxlen=KEPT)
+        """Tokens that a whole KV cache holds, as each report says."""
+
+    def reported(self, before: EngineLoad, after: EngineLoad) -> None:
+        """Take two reports of one engine, the one right after the other."""
+        passes, context = after.num_steps - before.num_steps, after.num_context_tokens - before.num_context_tokens
+        if passes < LEAST_PASSES:
+            return
+        self._rows.append((after.busy_s - before.busy_s, passes, after.num_tokens - before.num_tokens, context))
+        if after.kv_used is not None and after.kv_used > LEAST_KV and context:
+            self._rooms.append(context / passes / after.kv_used)
+
+    def fit(self) -> PassSeconds | None:
+        """Return the seconds of a pass; None where too little was reported, or no time has passed in passes."""
+        if len(self._rows) < LEAST_REPORTS:
+            return None
+        table = np.array(self._rows)
+        a, b, c = least_squares(table[:, 1:], table[:, 0]).tolist()
+        return PassSeconds(a=a, b=b, c=c) if a + b + c > 0 else None
+
+    @property
+    def room(self) -> float:
+        """Tokens that an engine's KV cache holds, those that sequences share counted for each of them; infinite where nobody says."""
+        return statistics.median(self._rooms) if self._rooms else float("inf")
+
+
+def least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
+    """Return the coefficients [columns] of `parts` [rows, columns] with the least squared error to `seconds` [rows], none below 0: the best
+    over all choices of columns that may be above.
+    """
+    num = parts.shape[1]
+    best, found = np.inf, np.zeros(num)
+    for size in range(1, num + 1):
+        for chosen in map(list, itertools.combinations(range(num), size)):
+            some, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=1e-9)
+            error = float(np.square(parts[:, chosen] @ some - seconds).sum())
+            if (some >= 0).all() and error < best * (1 - 1e-9):
+                best, found = error, np.zeros(num)
+                found[chosen] = some
+    return found

@@ -1,0 +1,116 @@
+"""RoleWindow measures what `rules.roles` plans from, in a live run: how fast engines and trainer were, and which of them has waited.
+
+A window begins at a swap boundary with a layout that is whole, and ends at a later one. It counts what has happened since: the engines' own
+reports, each step as the trainer has timed it, and the sampled tokens, trained tokens and waits that the orchestrator counts anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from orchestrator.rules.pass_profile import PassProfile, PassSeconds
+from orchestrator.rules.roles import Window
+from pipelinerl.messages import EngineLoad
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What the orchestrator has counted at one moment; all of it grows."""
+
+    now_s: float
+    sampled: float
+    """Tokens that all engines have sampled, those that are gone included."""
+    trained: float
+    """Sampled tokens that were trained."""
+    held_s: float
+    """Seconds in which generation waited for anything but a free engine slot."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Engine:
+    """What an engine has reported since the window began."""
+
+    last: EngineLoad
+    last_s: float
+    passes: int = 0
+    tokens: int = 0
+    context: int = 0
+    seconds: float = 0.0
+    """With a sequence: what lies between two passes counts, too."""
+
+
+class RoleWindow:
+    """One window after the other, of one run; the profile of a pass is fitted to all of them."""
+
+    def __init__(self, *, slots: int, least_steps: int = 1) -> None:
+        """Engines decode `slots` sequences at once; a window has `least_steps` steps at least."""
+        self.profile = PassProfile()
+        self.slots, self._least_steps = slots, least_steps
+        self.began: Counts | None = None
+        """What was counted when the window began; None where none has."""
+        self._engines: dict[int, _Engine] = {}
+        self._num_steps = 0
+        self._working_s = self._replica_s = 0.0
+
+    def begin(self, counts: Counts) -> None:
+        """Begin a window."""
+        self.began, self._num_steps, self._working_s, self._replica_s = counts, 0, 0.0, 0.0
+        for engine_id, engine in self._engines.items():
+            self._engines[engine_id] = _Engine(last=engine.last, last_s=engine.last_s)
+
+    def stop(self) -> None:
+        """Give the window up: the layout is not whole any more."""
+        self.began = None
+
+    def reported(self, load: EngineLoad, *, now_s: float) -> None:
+        """Take a report of an engine. One that has started again begins to count anew."""
+        engine = self._engines.get(load.engine_id)
+        if engine is None or load.num_steps < engine.last.num_steps or load.idle_s < engine.last.idle_s:
+            self._engines[load.engine_id] = _Engine(last=load, last_s=now_s)
+            return
+        before = engine.last
+        self.profile.reported(before, load)
+        engine.passes += load.num_steps - before.num_steps
+        engine.tokens += load.num_tokens - before.num_tokens
+        engine.context += load.num_context_tokens - before.num_context_tokens
+        engine.seconds += max(0.0, now_s - engine.last_s - (load.idle_s - before.idle_s))
+        engine.last, engine.last_s = load, now_s
+
+    def lost(self, engine_id: int) -> None:
+        """Note that an engine is gone."""
+        self._engines.pop(engine_id, None)
+
+    def trained(self, *, working_s: float, num_replicas: float) -> None:
+        """Note a step for which each of so many replicas has worked, its waits for rows left out."""
+        self._num_steps += 1
+        self._working_s += working_s
+        self._replica_s += working_s * num_replicas
+
+    def seconds(self, now_s: float) -> float:
+        """Return how long the window has lasted."""
+        return 0.0 if self.began is None else now_s - self.began.now_s
+
+    def window(self, counts: Counts, *, engines_of_unit: int) -> tuple[Window, PassSeconds] | None:
+        """Return what the window has shown, and an engine's passes; None where too little has happened in it."""
+        passes_s, began = self.profile.fit(), self.began
+        engines = [engine for engine in self._engines.values() if engine.passes]
+        passes, tokens, context = (sum(getattr(one, name) for one in engines) for name in ("passes", "tokens", "context"))
+        if began is None or passes_s is None or self._num_steps < self._least_steps:
+            return None
+        if not (tokens and context and self._replica_s > 0 and counts.trained > began.trained):
+            return None
+        elapsed_s = counts.now_s - began.now_s
+        expected_s = passes_s.a * passes + passes_s.b * tokens + passes_s.c * context
+        window = Window(
+            tokens=counts.trained - began.trained,
+            num_steps=self._num_steps,
+            context=context / tokens,
+            slowness=sum(engine.seconds for engine in engines) / expected_s,
+            replica_rate=(counts.trained - began.trained) / self._replica_s,
+            written_rate=(counts.sampled - began.sampled) / elapsed_s,
+            trainer_wait=max(0.0, 1 - self._working_s / elapsed_s),
+            held_back=min(1.0, (counts.held_s - began.held_s) / elapsed_s),
+            held_tokens=engines_of_unit * context / passes,
+            recompute_s=passes_s.b,  # a token that is computed anew costs what one more in a pass does
+        )
+        return window, passes_s

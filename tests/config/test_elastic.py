@@ -1,0 +1,68 @@
+"""Runs whose devices cannot change what they do are refused when their settings are read, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.controller import not_in_scripts
+from pipelinerl.config import Config
+from pipelinerl.config.file import parse
+from pipelinerl.errors import ConfigError
+from pipelinerl.launch.node_roles import check_gpus, record_roles
+from pipelinerl.launch.preflight import Level
+
+
+def settings(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"path": "unused"},
+        "data": {"source": "unused"},
+        "reward": [{"function": "unused:reward"}],
+        "engine": {"kind": "fake", "count": 3},
+        "pipeline": {"elastic": True},
+    }
+    return parse(
+        {name: {**tree.get(name, {}), **sections.get(name, {})} if name != "reward" else tree[name] for name in tree | sections}, origin=""
+    )
+
+
+def test_three_engines_and_a_rank_may_change_what_they_do():
+    assert settings().pipeline.elastic
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"pipeline": {"placement": "colocated"}}, 'pipeline.placement is "colocated"'),
+        ({"weights": {"transport": "sharded"}}, 'weights.transport is "sharded"'),
+        ({"lora": {"rank": 4}}, "lora.rank is 4"),
+        ({"pipeline": {"mode": "sync"}}, 'pipeline.mode is "sync": engines and trainer wait for each other'),
+        ({"engine": {"elsewhere": 1}}, "engine.elsewhere is 1: no rank can be started there"),
+        ({"engine": {"cores": [0, 1, 2]}}, "engine.cores names a core for each process"),
+        ({"trainer": {"cores": [0]}}, "trainer.cores names a core for each process"),
+        ({"engine": {"count": 1}}, "engine.count is 1 and trainer.ranks is 1: neither can give any away"),
+        (
+            {"trainer": {"ranks": 2, "parallel": {"shard": 2}}},
+            "engine.count is 3: 2 devices change together (engines of 1, a copy of the trainer's model on 2), which hold 2 engines",
+        ),
+    ],
+)
+def test_runs_whose_devices_cannot_change_are_refused(sections: dict[str, Any], said: str):
+    with pytest.raises(ConfigError) as error:
+        settings(**sections)
+    assert "pipeline.elastic is true" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_runs_over_the_nodes_of_a_job_are_refused_before_they_are_submitted(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"pipeline\.elastic is true, but the processes of this run are dealt to the nodes of a job"):
+        check_gpus(settings(), settings().slurm, key="slurm")
+    with pytest.raises(ConfigError, match=r"pipeline\.elastic is true"):
+        record_roles(settings(), settings().ray, tmp_path)
+
+
+def test_scripts_keep_their_engines_and_ranks():
+    found = [one for one in not_in_scripts(settings()) if one.level is Level.FAIL]
+    assert [one.what for one in found] == ["pipeline.elastic"]

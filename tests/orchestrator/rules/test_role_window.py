@@ -1,0 +1,129 @@
+"""What a window of a live run shows, on numbers worked by hand.
+
+Two engines have passes of 20 ms for four sequences: 200 tokens per second each while they work. A replica works half of the time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.rules.pass_profile import PassSeconds
+from orchestrator.rules.role_window import Counts, RoleWindow
+from orchestrator.rules.roles import Window
+from pipelinerl.messages import EngineLoad
+
+
+def load(engine_id: int, second: int, *, idle: float = 0.0, context: int = 100) -> EngineLoad:
+    """A report after so many seconds, in which an engine has worked but for a part `idle`."""
+    passes = round(second * 50 * (1 - idle))
+    tokens = 4 * passes
+    return EngineLoad(
+        engine_id=engine_id,
+        version=0,
+        num_running=4,
+        num_waiting=0,
+        num_tokens=tokens,
+        num_steps=passes,
+        busy_s=passes * 0.020,
+        idle_s=second * idle,
+        num_context_tokens=tokens * context,
+    )
+
+
+def counts(second: float, *, sampled: float = 0.0, trained: float = 0.0, held_s: float = 0.0) -> Counts:
+    return Counts(now_s=second, sampled=sampled, trained=trained, held_s=held_s)
+
+
+def after_ten_seconds(window: RoleWindow, *, idle: float = 0.0, began_s: int = 0, context: int = 100) -> None:
+    for second in range(began_s + 1, began_s + 11):
+        for engine_id in (0, 1):
+            window.reported(load(engine_id, second, idle=idle, context=context), now_s=float(second))
+
+
+def begun(*, least_steps: int = 1) -> RoleWindow:
+    window = RoleWindow(slots=4, least_steps=least_steps)
+    for engine_id in (0, 1):
+        window.reported(load(engine_id, 0), now_s=0.0)
+    window.begin(counts(0.0))
+    return window
+
+
+def seen(window: RoleWindow, at: Counts) -> tuple[Window, PassSeconds]:
+    found = window.window(at, engines_of_unit=1)
+    assert found is not None
+    return found
+
+
+def test_speeds_contexts_and_waits_of_a_window():
+    window = begun()
+    after_ten_seconds(window)
+    for _ in range(5):
+        window.trained(working_s=1.0, num_replicas=2)
+    found, passes_s = seen(window, counts(10.0, sampled=4000, trained=3000, held_s=4.0))
+    assert (found.tokens, found.num_steps, found.context) == (3000, 5, 100)
+    assert found.replica_rate == pytest.approx(3000 / (5 * 1.0 * 2))
+    assert found.written_rate == pytest.approx(400)
+    assert (found.trainer_wait, found.held_back) == (pytest.approx(0.5), pytest.approx(0.4))
+    assert found.slowness == pytest.approx(1.0)
+    assert passes_s(4, 100) == pytest.approx(0.020)
+    assert found.held_tokens == pytest.approx(400), "four sequences of a hundred tokens"
+
+
+def test_what_lies_between_two_passes_makes_engines_slow_and_time_without_a_request_does_not():
+    window = begun()
+    for second in range(1, 11):
+        for engine_id in (0, 1):  # half of the passes that fit into the time, and never without a request
+            one = load(engine_id, second, idle=0.5)
+            window.reported(EngineLoad(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "idle_s": 0.0}), now_s=float(second))
+    window.trained(working_s=1.0, num_replicas=1)
+    found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
+    assert found.slowness == pytest.approx(2.0)
+
+    window = begun()
+    after_ten_seconds(window, idle=0.5)
+    window.trained(working_s=1.0, num_replicas=1)
+    found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
+    assert found.slowness == pytest.approx(1.0)
+
+
+def test_a_window_counts_from_its_beginning_and_passes_are_fitted_to_all():
+    window = begun()
+    after_ten_seconds(window)
+    window.trained(working_s=9.0, num_replicas=1)
+    window.begin(counts(10.0, sampled=4000, trained=3000, held_s=4.0))
+    after_ten_seconds(window, began_s=10)
+    window.trained(working_s=2.0, num_replicas=1)
+    found, _ = seen(window, counts(20.0, sampled=8000, trained=3500, held_s=4.0))
+    assert (found.tokens, found.num_steps, found.replica_rate, found.held_back) == (500, 1, pytest.approx(250), 0.0)
+
+
+def test_an_engine_that_starts_again_counts_anew():
+    window = begun()
+    after_ten_seconds(window)
+    window.reported(load(0, 1), now_s=40.0)
+    window.reported(load(0, 2), now_s=41.0)
+    window.trained(working_s=1.0, num_replicas=1)
+    found, _ = seen(window, counts(41.0, sampled=4200, trained=1000))
+    assert found.slowness == pytest.approx(1.0), "half a minute in which it started is nobody's pass"
+
+
+def test_a_window_has_as_many_steps_as_it_has_to():
+    window = begun(least_steps=2)
+    after_ten_seconds(window)
+    window.trained(working_s=1.0, num_replicas=1)
+    assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is None
+    window.trained(working_s=1.0, num_replicas=1)
+    assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is not None
+
+
+@pytest.mark.parametrize("missing", ["reports", "steps", "trained tokens", "a beginning"])
+def test_without_any_of_them_nothing_is_measured(missing: str):
+    window = begun()
+    if missing != "reports":
+        after_ten_seconds(window)
+    if missing != "steps":
+        window.trained(working_s=1.0, num_replicas=1)
+    if missing == "a beginning":
+        window.stop()
+    trained = 0 if missing == "trained tokens" else 1000
+    assert window.window(counts(10.0, sampled=4000, trained=trained), engines_of_unit=1) is None
