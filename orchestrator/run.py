@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from orchestrator.elastic import role_changes_of
 from orchestrator.ledger.rollouts import Counts
 from orchestrator.observe.status import Status
 from orchestrator.parts import Dependencies, Parts
@@ -106,6 +107,7 @@ class Run:
                 watch=parts.watch,
                 deadline_s=config.trainer.ready_deadline_s,
             ),
+            roles=role_changes_of(parts, self.pipeline.training) if config.pipeline.elastic else None,
         )
 
     async def reallocate(self, *, engines: int, drain_s: float) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 from orchestrator.peers.adaptive_concurrency import RunningLimit
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.rules.membership import Membership
+from orchestrator.stages.role_changes import RoleChanges
 from orchestrator.stages.trainer_restart import TrainerRestart
 from pipelinerl.errors import ConfigError
 from pipelinerl.observe.journal import Journal
@@ -48,6 +49,8 @@ class Scaling:
     """Set with every answer of an engine."""
     journal: Journal
     trainer: TrainerRestart
+    roles: RoleChanges | None = None
+    """What asks by itself, besides those who ask by file; None where nothing does."""
     _tasks: asyncio.TaskGroup | None = dataclasses.field(default=None, init=False)
     """What changes that take a while run in; None before the stage runs."""
     _damage: str = dataclasses.field(default="", init=False)
@@ -95,6 +98,7 @@ class Scaling:
                 self.engines.lost(engine_id, reason)
             self.trainer.look()
             self._carry_out(tasks)
+            self._follow_roles(self.roles, tasks)
         except ConfigError as error:  # a damaged file is nobody's wish
             if str(error) != self._damage:
                 self._damage = str(error)
@@ -107,6 +111,16 @@ class Scaling:
         if asked is None or asked.request_id <= before.request_id:
             return
         self._scale(asked, tasks)
+
+    def _follow_roles(self, roles: RoleChanges | None, tasks: asyncio.TaskGroup) -> None:
+        """Carry out what the rule of elastic roles orders, as if somebody had asked for it."""
+        if roles is None or (orders := roles.look()) is None:
+            return
+        number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
+        request = ScaleRequest(request_id=number, engines=orders.engines, trainer=orders.trainer, drain_s=roles.drain_s)
+        self._scale(request, tasks)
+        if refused := self.membership.record().refused:
+            roles.refused(refused)
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
         """Have engines join or leave, and the trainer change, or refuse all of the request."""

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from pipelinerl.config import Config
@@ -103,6 +104,10 @@ class World:
     seed: int = 0
     step_s: float = 0.01
     """One forward pass of an engine."""
+    context_s: float = 0.0
+    """How much longer it takes for each token that it reads of the sequences that it samples for."""
+    length_factors: tuple[float, ...] = (1.0,)
+    """By how much longer answers are than `mean_tokens`, by the version that the engine has when it is asked; the last holds on."""
     stage_s: float = 0.05
     score_s: float = 0.02
     prm_s: float = 0.01
@@ -156,6 +161,7 @@ class SimulatedEngine(FakeEngine):
 
     def __init__(self, *, fraction: float, seed: int, kv_tokens: int | None = None, device: Device | None = None, **options: int) -> None:
         super().__init__(**options)
+        self._usual_tokens = self._mean_tokens
         self.staged_version = 0
         self.buffer = self.staged_buffer = ""
         """Where its policy lies, and the one that is staged; empty for what it has loaded from the disk."""
@@ -180,6 +186,18 @@ class SimulatedEngine(FakeEngine):
         if self._kv_tokens is not None:
             self._make_room(self._kv_tokens)
         return super().step()
+
+    @property
+    def num_context(self) -> int:
+        """Tokens of the sequences that the next pass samples for, their prompts among them."""
+        return sum(len(request.token_ids) - request.num_written + self._positions[name] for name, (request, _, _) in self._running())
+
+    def _running(self):
+        return [(name, self._requests[name]) for name in self.running()]
+
+    def stretch(self, factors: Sequence[float]) -> None:
+        """Have answers to what is asked from now on be so much longer, by the version that it has."""
+        self._mean_tokens = round(self._usual_tokens * factors[min(self._num_commits, len(factors) - 1)])
 
     @property
     def kv_used(self) -> float | None:
@@ -258,24 +276,29 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
     await asyncio.sleep(world.start_s)
     process_id = next(process_ids)
     link.introduce(lambda kept: [loop.introduce(kept, process_id=process_id)])
-    next_load = 0.0
+    next_load = busy_s = idle_s = 0.0
     while True:
+        began = clock()
         message = await _message_within(link, seconds=1.0) if not loop.has_work and not loop.is_swapping else link.receive(0)
+        idle_s += clock() - began
+        fake.stretch(world.length_factors)
         while message is not None:
             if isinstance(message, Stop):
                 return
             loop.handle(message)
             message = link.receive(0)
-        await asyncio.sleep(world.step_s * (1 + 0.1 * engine_id))
+        began, has_work = clock(), loop.has_work
+        await asyncio.sleep((world.step_s + world.context_s * fake.num_context) * (1 + 0.1 * engine_id))
         loop.advance()
         if world.kv_tokens is not None:
             await asyncio.sleep(world.prefill_s * fake.num_computed)
+        busy_s, idle_s = busy_s + (clock() - began) * has_work, idle_s + (clock() - began) * (not has_work)
         for answer in loop.outbox:
             link.send(answer)
         loop.outbox.clear()
         if clock() >= next_load:
             next_load = clock() + 1.0
-            link.send(loop.load(idle_s=0.0))
+            link.send(msgspec.structs.replace(loop.load(idle_s=idle_s), busy_s=busy_s))
 
 
 async def _message_within(link: MemoryLink, *, seconds: float) -> Message | None:

@@ -91,7 +91,8 @@ class Group:
 
     async def _step(self, number: int, link: MemoryLink, step: int) -> bool:
         """Train a step; return False where this replica was told to end."""
-        index = 0
+        index, working_s = 0, 0.0
+        clock = asyncio.get_running_loop().time
         while True:
             link.send(TakeMicroBatch(replica=number, step=step, index=index))
             answer = await self._answer(link)
@@ -107,13 +108,17 @@ class Group:
             assert isinstance(answer, MicroBatch)
             peers.note(answer, self._record)
             self._record.micro_batches[step] -= number > 0  # a round is one row of each replica
+            began = clock()
             await asyncio.sleep(self._beside.world.token_s * len(answer.token_ids))
+            working_s += clock() - began
             index += 1
         self._record.sealed[step] = answer
         await self._barrier.wait()
         self._version, self._commit = step + 1, answer.commit
         if number == 0:
-            link.send(StepDone(step=step, metrics={"loss": 0.0}, engines=peers._engines(self._record)))
+            figures = {"loss": 0.0, "num_tokens": float(answer.num_tokens)}
+            figures |= {"tokens_per_s": answer.num_tokens / working_s} if working_s else {}
+            link.send(StepDone(step=step, metrics=figures, engines=peers._engines(self._record)))
             await self._publish(link)
             if self._version % self._beside.settings.checkpoint.every == 0 or self._version == self._beside.settings.trainer.steps:
                 self._write(link)

@@ -1,0 +1,73 @@
+"""What the settings of a live run say of its elastic roles: the pool, the layout that it begins with, and which layouts it could have."""
+
+from __future__ import annotations
+
+import functools
+
+from orchestrator.parts import Parts
+from orchestrator.rules.role_orders import Orders, RoleOrders, layout_of, orders_of
+from orchestrator.rules.role_window import RoleWindow
+from orchestrator.rules.roles import Layout, Pool, Roles
+from orchestrator.stages.role_changes import RoleChanges
+from orchestrator.stages.training import Training
+from pipelinerl.config import Config
+from pipelinerl.config.scaling import Units, units_of
+from pipelinerl.runtime.membership import ScaleRequest
+
+WINDOW_STEPS = 2
+"""Steps that a window has at least, as in the simulator: one alone is as short or long as its answers happen to be."""
+DEADLINES = 2
+"""Of the trainer, each as long as `trainer.ready_deadline_s`, that a change may use up: until it has saved, and until it has started."""
+
+
+def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
+    """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
+    config = parts.config
+    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout)
+    began = Layout(
+        engines=config.engine.count // units.engines,
+        width=width,
+        trainers=(config.trainer.ranks - units.core_ranks) // units.devices,
+    )
+    wanted = Orders(parts.membership.num_wanted, parts.trainer_change.record.wanted)  # an earlier orchestrator may have been asked
+    roles = Roles(_pool(parts, units), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
+    rule = RoleOrders(roles, units, wanted=wanted)
+    return RoleChanges(
+        rule=rule,
+        window=RoleWindow(slots=config.engine.max_running, least_steps=WINDOW_STEPS),
+        engines=parts.engines,
+        change=parts.trainer_change,
+        training=training,
+        progress=parts.progress,
+        watch=parts.watch,
+        journal=parts.given.journal,
+        engines_of_unit=units.engines,
+        drain_s=0.0 if _all_move(config) else ScaleRequest(request_id=0).drain_s,
+    )
+
+
+def _pool(parts: Parts, units: Units) -> Pool:
+    config = parts.config
+    admitted = (parts.schedule.max_staleness + 1) * config.batch.groups_per_step * parts.num_siblings
+
+    @functools.cache
+    def may_be(layout: Layout) -> bool:
+        orders = orders_of(layout, units)
+        return orders.engines <= config.engine.most and parts.trainer_change.why_not(orders.trainer) is None
+
+    return Pool(
+        unit_devices=units.devices,
+        unit_replicas=units.replicas,
+        core_replicas=units.core_ranks / units.ranks_per_replica,
+        profiles={},
+        most_running=min(admitted, config.pipeline.max_running or admitted),
+        switch_s=0.0,
+        least_deadline_s=DEADLINES * config.trainer.ready_deadline_s + config.engine.ready_deadline_s,
+        may_be=may_be,
+    )
+
+
+def _all_move(config: Config) -> bool:
+    """Return whether what a leaving engine has goes on in others with its tokens; else it begins anew, and is worth waiting for."""
+    is_followed = config.prm.is_used or config.rollout.cut_after is not None or config.environment.is_used or config.gateway is not None
+    return not (is_followed or config.rollout.structured_outputs or config.model.replay_routing)
