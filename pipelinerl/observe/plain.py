@@ -78,6 +78,8 @@ class PlainLines:
                 return f"{wanted} is asked for" + (f", and refused: {refused}" if refused else "")
             case _, rows.TrainerRanksRow() as trainer if trainer.epoch:
                 return trainer.words
+            case _, rows.RolesRow() as roles if roles.is_news:
+                return roles.words
             case _, rows.MemberRow() as member if member.state != "live":  # of those that are, `joined` tells
                 return f"engine {member.engine_id} is {member.state}".replace("is left", "has left") + f": {member.reason}".rstrip(": ")
             case "trainer", _:

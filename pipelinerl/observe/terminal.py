@@ -219,6 +219,8 @@ def _engines(state: RunState) -> RenderableType:
         gauges.append(f"   {told}{f' and {more} more' if more > 0 else ''}", style="yellow")
     if state.trainer_ranks is not None and state.trainer_ranks.phase != "settled":
         gauges.append(f"   {state.trainer_ranks.words}", style="yellow")
+    if state.roles is not None and state.roles.is_under_way:
+        gauges.append(f"   {state.roles.words}", style="yellow")
     gauges.append(f"   {units.whole_percent(state.engine_empty_fraction)} of slots empty, admission closed", style="dim")
     return gauges
 

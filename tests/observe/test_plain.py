@@ -116,6 +116,17 @@ def test_an_alarm_is_told_with_what_to_change_and_when_it_is_over():
     assert log.at(3, alarm | {"is_over": True}) == ["3 s: alarm over: truncation"]
 
 
+def test_a_change_of_roles_is_told_with_the_figures_it_was_decided_on_and_a_window_that_changes_nothing_is_no_news() -> None:
+    log, line = Log(), {"kind": "roles", "engines": 3, "trainer": 1, "engines_then": 2, "trainer_then": 2}
+    weighed = {"speed_now": 280.0, "speed_then": 520.0, "saved_s": 12.0, "cost_s": 3.0}
+    assert log.at(1, {**line, **weighed, "word": "stays"}) == []
+    begins = log.at(2, {**line, **weighed, "word": "begins"})
+    assert begins == ["2 s: roles change to engines=2 trainer=2: 520 tokens/s in place of 280, 12 s saved for 3 s"]
+    assert log.at(3, {**line, "word": "taken"}) == ["3 s: roles are engines=2 trainer=2"]
+    back = {**line, "engines_then": 3, "trainer_then": 1, "word": "taken back", "reason": "no room"}
+    assert log.at(4, back) == ["4 s: roles stay engines=3 trainer=1: the change was taken back: no room"]
+
+
 def test_what_an_earlier_life_said_is_no_news():
     log = Log()
     assert log.at(-50, RUN, {"kind": "joined", "engine_id": 0}, {"kind": "step", "step": 3, "reward_mean": 0.5}) == []

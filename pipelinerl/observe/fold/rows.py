@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pipelinerl.observe.fold.roles import RolesRow
 from pipelinerl.observe.fold.trainer_ranks import TrainerRanksRow
 from pipelinerl.observe.renamed import Line
 
@@ -286,7 +287,7 @@ class StartUpRow:
 
 
 R = TypeVar("R")
-Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow | MemberRow | TrainerRanksRow
+Row = RunRow | StatusRow | StepRow | SwapRow | EvaluationRow | FunctionErrorRow | Alarm | EndRow | MemberRow | TrainerRanksRow | RolesRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,6 +387,7 @@ _KINDS: dict[str, type[Row]] = {
     "end": EndRow,
     "member": MemberRow,
     "trainer_ranks": TrainerRanksRow,
+    "roles": RolesRow,
 }
 
 

@@ -49,6 +49,7 @@ class RunState:
         self.last_evaluation: EvaluationRow | None = None
         self.last_pause_s: float | None = None
         self.trainer_ranks: rows.TrainerRanksRow | None = None
+        self.roles: rows.RolesRow | None = None
         """None before an orchestrator has said it."""
         self.num_steps: int | None = None
         self.identity: dict[str, float] = {}
@@ -88,6 +89,8 @@ class RunState:
                 self.identity = row.rollouts or self.identity
             case rows.TrainerRanksRow():
                 self.trainer_ranks = row
+            case rows.RolesRow():
+                self.roles = row
             case rows.MemberRow() | None:
                 pass
         return row

@@ -83,7 +83,7 @@ def diagnose(tables: Tables) -> Diagnosis:
     return Diagnosis(
         limiter=limiter,
         verdict=_verdict(measures, limiter, factor),
-        advice=_advice(measures, limiter, factor, tables),
+        advice=" ".join(filter(None, (_advice(measures, limiter, factor, tables), _roles(tables)))),
         findings=findings_of(measures),
         trainer_wait_fraction=measures.trainer_fraction(measures.trainer_wait_s),
         engine_wait_fraction=measures.engine_fraction(measures.engine_idle_s),
@@ -203,6 +203,14 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
             )
         case Limiter.UNKNOWN:
             return ""
+
+
+def _roles(tables: Tables) -> str:
+    """What elastic roles have done about it; empty in a run without them."""
+    if not tables.roles:
+        return ""
+    num = sum(one.word == "begins" for one in tables.roles)
+    return f"Elastic roles (pipeline.elastic) have begun {plural(num, 'change')}; last: {tables.roles[-1].words}."
 
 
 def _full_machine(measures: Measures, tables: Tables) -> str:

@@ -140,6 +140,23 @@ def members(tables: Tables) -> Table:
     return Table(name="members", headings=("after", "who", "is", "why"), kinds=kinds, rows=rows, title="Engines and trainer ranks")
 
 
+def roles(tables: Tables) -> Table:
+    """What the rule of elastic roles has decided, window by window; nothing in a run without it."""
+    shown = [
+        (
+            duration(tables.since_start(one.t)),
+            one.words,
+            *("" if value is None else quantity(value) for value in (one.speed_now, one.speed_then, one.saved_s, one.cost_s)),
+        )
+        for one in tables.roles
+    ]
+    headings = ("after", "what", "tokens/s now", "tokens/s then", "s saved", "s it costs")
+    note = (
+        "By what a window has shown: the speed of the slowest part, now and in the best of the other layouts, and what four windows save."
+    )
+    return Table(name="roles", headings=headings, kinds=("name", "name"), rows=shown, title="Roles of devices", note=note if shown else "")
+
+
 def client_models(tables: Tables) -> Table:
     """What a server's clients trained on: tokens by what is known of them, and how old they were."""
     rows = [

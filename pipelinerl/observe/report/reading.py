@@ -55,6 +55,7 @@ class Tables:
     swaps: tuple[SwapRow, ...] = ()
     members: tuple[rows.MemberRow, ...] = ()
     trainer_ranks: tuple[rows.TrainerRanksRow, ...] = ()
+    roles: tuple[rows.RolesRow, ...] = ()
     """Engines that have joined, left or were lost, in their order."""
     evaluations: tuple[EvaluationRow, ...] = ()
     end: EndRow | None = None
@@ -111,6 +112,7 @@ def read_tables(run_folder: Path) -> Tables:
     swaps: list[SwapRow] = []
     members: list[rows.MemberRow] = []
     trainer_ranks: list[rows.TrainerRanksRow] = []
+    roles: list[rows.RolesRow] = []
     evaluations: list[EvaluationRow] = []
     start_up: list[StartUpRow] = []
     whole_from, clients = 0.0, ClientModels()
@@ -140,6 +142,8 @@ def read_tables(run_folder: Path) -> Tables:
                 members.append(row)
             case rows.TrainerRanksRow() as row:
                 trainer_ranks.append(row)
+            case rows.RolesRow() as row:
+                roles.append(row)
             case _:
                 pass
     learning = learning or Alarms()
@@ -153,6 +157,7 @@ def read_tables(run_folder: Path) -> Tables:
         swaps=tuple(sorted(swaps, key=lambda swap: swap.t)),
         members=tuple(members),
         trainer_ranks=tuple(trainer_ranks),
+        roles=tuple(roles),
         evaluations=tuple(sorted(evaluations, key=lambda evaluation: evaluation.t)),
         end=state.end,
         failures=read_failures(run_folder),

@@ -95,6 +95,7 @@ class Snapshot:
             "engines": self._engines(status),
             "members": [{"id": one.engine_id, "state": one.state, "reason": one.reason} for one in status.members],
             "trainer": trainer.words if (trainer := self._state.trainer_ranks) is not None and trainer.epoch else None,
+            "roles": roles.words if (roles := self._state.roles) is not None else None,
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],
             "prm": status.prm,
             "environment": status.environment,

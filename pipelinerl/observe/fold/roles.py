@@ -1,0 +1,63 @@
+"""What the rule of elastic roles has decided at the end of a window, or what has become of a change that it ordered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolesRow:
+    """One decision; see `orchestrator.rules.role_orders`."""
+
+    t: float = 0.0
+    """Unix seconds."""
+    word: str = ""
+    """stays, begins, taken, late, taken back or by hand."""
+    engines: int = 0
+    trainer: int = 0
+    """Ranks; these two before the decision."""
+    engines_then: int = 0
+    trainer_then: int = 0
+    """The same after it; where roles stay, in the best of the other layouts."""
+    speed_now: float | None = None
+    """Sampled tokens per second of the layout before, by what the window has shown; None where no window was weighed."""
+    speed_then: float | None = None
+    saved_s: float | None = None
+    cost_s: float | None = None
+    reason: str = ""
+
+    @property
+    def is_news(self) -> bool:
+        """True where something happens."""
+        return self.word != "stays"
+
+    @property
+    def is_under_way(self) -> bool:
+        """True until the change that was ordered has ended."""
+        return self.word in ("begins", "late") and not self.reason
+
+    @property
+    def words(self) -> str:
+        """What was decided, as one says it."""
+        then = f"engines={self.engines_then} trainer={self.trainer_then}"
+        why = f": {self.reason}" if self.reason else ""
+        match self.word:
+            case "begins":
+                return f"roles change to {then}{self._figures}"
+            case "taken":
+                return f"roles are {then}"
+            case "late":
+                return f"roles have not changed in time: {then} again{why}"
+            case "taken back":
+                return f"roles stay {then}: the change was taken back{why}"
+            case "by hand":
+                return f"roles are {then}, as was asked for by hand{why}"
+            case _:
+                return f"roles stay engines={self.engines} trainer={self.trainer}{self._figures}"
+
+    @property
+    def _figures(self) -> str:
+        if self.speed_now is None or self.speed_then is None or (self.engines, self.trainer) == (self.engines_then, self.trainer_then):
+            return ""
+        saved = f", {self.saved_s:.0f} s saved for {self.cost_s:.0f} s" if self.saved_s is not None and self.cost_s is not None else ""
+        return f": {self.speed_then:.0f} tokens/s in place of {self.speed_now:.0f}{saved}"
