@@ -60,6 +60,8 @@ class Seen:
     step: int
     """The newest policy."""
     now_s: float
+    reason: str = ""
+    """Why the last order was refused, or given up; empty where it was not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +122,6 @@ class RoleOrders:
         assert self.roles.weighed is not None, "it was due, and there was a window"
         return Decision(word=Word.STAYS, now=self._ordered, then=self.orders(self.roles.weighed.then))
 
-    def refused(self, reason: str, seen: Seen) -> Decision:
-        """Take the answer that the last orders cannot be carried out."""
-        return dataclasses.replace(self._taken_over(seen, Word.TAKEN_BACK), reason=reason)
-
     def _begin(self, change: Change, seen: Seen, word: Word) -> Decision:
         now, self._ordered, self._began_s = self._ordered, self.orders(change.after), seen.now_s
         self.seconds.began(seen.now_s)
@@ -143,7 +141,7 @@ class RoleOrders:
         now, self._ordered = self._ordered, seen.wanted
         layout = layout_of(seen.wanted, self._units, width=self.roles.layout.width)
         self._has_units = layout is not None
-        reason = ""
+        reason = seen.reason if word is Word.TAKEN_BACK else ""
         if layout is None:
             reason = f"{seen.wanted} are no whole units of {self._units.devices} devices: nothing is planned until they are"
         self.roles.settle(layout or self.roles.layout, seen.step)

@@ -67,10 +67,6 @@ class RoleChanges:
         self._tell(decision)
         return decision.orders
 
-    def refused(self, reason: str) -> None:
-        """Take the answer that the last orders cannot be carried out."""
-        self._tell(self.rule.refused(reason, self._seen()))
-
     def _plan(self, seen: Seen, boundary: Counts | None) -> Decision | None:
         """Begin a window, or end it and ask the rule, where a swap boundary was."""
         window, seconds = self.window, self.rule.seconds
@@ -98,6 +94,7 @@ class RoleChanges:
             is_whole=is_settled and is_there,
             step=self.training.last_version,
             now_s=_now_s(),
+            reason=membership.record().refused or record.reason,
         )
 
     def _note_start(self, seen: Seen) -> None:

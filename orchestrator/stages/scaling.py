@@ -31,7 +31,7 @@ class Scaling:
     after the time that was given to it goes on in others, with its tokens where it can move (`EngineAttempts.may_move`), else from
     its prompt. Whichever way, it is then told to end, and no rollout of it is lost.
 
-    takes     ScaleRequest and the word of those who start engines that some are gone, as files
+    takes     ScaleRequest and the word of those who start engines that some are gone, as files; orders of elastic roles, where they are on
     gives     Members and TrainerRanks, as files, which those who start processes read; Stop, to engines that leave
     waits for an engine that leaves to answer what it has, for as long as the request allows; the trainer (`stages.trainer_restart`)
     woken by  engines that answer, the trainer, and the clock
@@ -118,9 +118,7 @@ class Scaling:
             return
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
         request = ScaleRequest(request_id=number, engines=orders.engines, trainer=orders.trainer, drain_s=roles.drain_s)
-        self._scale(request, tasks)
-        if refused := self.membership.record().refused:
-            roles.refused(refused)
+        self._scale(request, tasks)  # where it is refused, the next look sees that nothing of it was carried out
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
         """Have engines join or leave, and the trainer change, or refuse all of the request."""

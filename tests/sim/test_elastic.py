@@ -117,13 +117,16 @@ def test_devices_stay_what_they_are_where_engines_and_trainer_are_as_fast(tmp_pa
     assert not [line for line in ended.lines if line["kind"] == "trainer_ranks" and line["epoch"]]
 
 
-@pytest.mark.parametrize("fault", ["fails", "hangs"])
-def test_a_layout_that_does_not_start_is_left_alone_for_a_while_and_tried_again(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "why"), [("fails", "2 ranks have no room"), ("hangs", "waited 20 s for a trainer of 2 ranks to announce itself")]
+)
+def test_a_layout_that_does_not_start_is_left_alone_for_a_while_and_tried_again(tmp_path: Path, fault: str, why: str) -> None:
     short = dataclasses.replace(GROWING, length_factors=(1.0,))
     ended = simulated(settings(steps=100), tmp_path, world=short, beside=functools.partial(with_a_launcher, **{fault: (2,)}))
     assert ended.problems() == []
     lines = decided(ended)
     assert layouts(lines)[:3] == [("begins", 2, 2), ("taken back", 3, 1), ("begins", 2, 2)]
+    assert lines[1]["reason"] == why
     assert lines[2]["step"] - lines[1]["step"] >= HOLD_WINDOWS * lines[0]["num_steps"]
     assert "taken" not in {line["word"] for line in lines}
     assert len([line for line in ended.lines if line["kind"] == "step"]) == 100

@@ -124,7 +124,8 @@ def test_a_change_that_is_taken_back_leaves_the_layout_before_and_nothing_is_pla
 def test_orders_that_are_refused_are_taken_back_with_the_reason():
     found = rule()
     planned(found)
-    back = found.refused("trainer=2: no room", seen(BEGAN))
+    back = found.follow(dataclasses.replace(seen(BEGAN), reason="trainer=2: no room"))
+    assert back is not None
     assert (back.word, back.then, back.reason) == (Word.TAKEN_BACK, BEGAN, "trainer=2: no room")
     assert planned(found, step=3) is None
 
