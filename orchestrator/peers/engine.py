@@ -10,13 +10,17 @@ import numpy as np
 from orchestrator.rules.validation.completions import AnswerBounds, CompletionCheck
 from orchestrator.rules.validation.violations import Kind, Violation
 from pipelinerl.engine.held_images import ImagesSent
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Generate, Int32, Tokens
+from pipelinerl.messages import Completion, EngineLoad, EngineReady, Finish, Generate, Int32, Tokens
 
 UNKNOWN_SWAPS = 1 << 16
 """The number of swaps assumed for a request of an earlier orchestrator: any number that a message can hold."""
 
 Sink = Callable[[Completion, int], None]
 """The sink takes a completion and the id of the engine that made it."""
+Moved = Callable[[Completion, int, int | None], None]
+"""The callback takes what an engine has written of a sequence that moves, that engine's id, and the id of the one that it is to go on in:
+None for any.
+"""
 Lost = Callable[[int], None]
 """The callback is told that the engine of this id will not answer."""
 Refused = Callable[[int, Violation], None]
@@ -84,18 +88,29 @@ class Request:
     sink: Sink
     lost: Lost
     refused: Refused
-    moved: Sink | None = None
-    """The callback takes what the engine has written of a sequence that goes on in another one; None where it cannot."""
+    moved: Moved | None = None
+    """The callback of a sequence that may move; None where it may not."""
     is_withdrawn: bool = False
     """True where the engine was asked to end it."""
     is_moving: bool = False
     """True where it was asked to end it so that another one goes on with it."""
+    target: int | None = None
+    """The engine that it moves to; None for any."""
     told: list[Int32] = dataclasses.field(default_factory=list)
     """The tokens that the engine has sent while the sequence was being written."""
 
     def is_answered_by(self, engine_id: int, attempt: int, turn: int) -> bool:
         """Return True for an answer of the engine that was asked, to this very attempt and turn."""
         return (self.engine_id, self.request.attempt, self.request.turn) == (engine_id, attempt, turn)
+
+    @property
+    def may_have_moved(self) -> bool:
+        """True where an orchestrator that is gone may have asked the engine to end it so that it moves."""
+        return self.is_reattached and self.moved is not None
+
+    def goes_on_after(self, completion: Completion) -> bool:
+        """Return whether this answer is what the engine has written of a sequence that moves."""
+        return (self.is_moving or self.may_have_moved) and completion.finish is Finish.CANCELLED
 
     def noted(self, tokens: Tokens) -> None:
         """Note tokens that the engine has sent while the sequence goes on."""
@@ -111,7 +126,7 @@ class Request:
             newest=engine.newest_told,
             max_model_tokens=engine.ready.max_model_tokens,
             max_swaps=UNKNOWN_SWAPS if self.is_reattached else engine.num_orders - self.num_orders + 2,  # one being staged, one behind it
-            may_be_cancelled=self.is_withdrawn or rolled_back_to is not None,
+            may_be_cancelled=self.is_withdrawn or self.may_have_moved or rolled_back_to is not None,
         )
 
     def violation_in(self, completion: Completion, engine: Engine, rule: CompletionCheck) -> Violation | None:

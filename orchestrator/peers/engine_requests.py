@@ -7,22 +7,24 @@ costs its attempt, and an engine that keeps giving such answers is replaced. A r
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
-from orchestrator.peers.engine import Engine, Lost, Refused, Request, Sink, keys_of
+from orchestrator.peers.engine import Engine, Lost, Moved, Refused, Request, Sink, keys_of
 from orchestrator.peers.peers import Peers
 from orchestrator.rules.fenced import FencedRequests
 from orchestrator.rules.validation.completions import CompletionCheck
 from orchestrator.rules.validation.violations import MAX_WORDS, Kind, Violation, number_of, shorten
 from pipelinerl.engine.held_images import ImagesSent
-from pipelinerl.messages import Cancel, Completion, Finish, Generate, Reattach, Tokens, Unread
+from pipelinerl.messages import Cancel, Completion, Generate, Reattach, Tokens, Unread
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 
 Follower = Callable[[Generate, Tokens], None]
 """The follower takes a request and the tokens that an engine has sampled for it so far."""
+Answered = Callable[[Request, Completion], None]
+"""The callback takes a request that was open, and the answer to it."""
 
 
 class EngineRequests:
@@ -53,6 +55,7 @@ class EngineRequests:
         self._fenced: dict[int, FencedRequests] = collections.defaultdict(FencedRequests)
         """The fenced requests by engine, of all its processes."""
         self._followers: list[Follower] = []
+        self._listeners: list[Answered] = []
         watch.explain(self._owed)
         peers.on(Completion, self._on_completion)
         peers.on(Tokens, self._on_tokens)
@@ -62,12 +65,19 @@ class EngineRequests:
         """Return the number of rollouts asked of engines and not answered."""
         return len(self._asked)
 
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._asked.values())
+
     def on_tokens(self, handler: Follower) -> None:
         """Have `handler` called with the tokens that engines send of unfinished sequences."""
         self._followers.append(handler)
 
+    def on_answered(self, handler: Answered) -> None:
+        """Have `handler` called with every answer that is taken, before the part that asked for it."""
+        self._listeners.append(handler)
+
     def ask(
-        self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None, moved: Sink | None = None
+        self, request: Generate, engine_id: int, *, sink: Sink, lost: Lost, refused: Refused | None = None, moved: Moved | None = None
     ) -> None:
         """Send a request to an engine. One of the callbacks is called, once: `sink` with the answer, `lost`, or `refused` where the answer
         is impossible. Without `refused`, `lost` is called in its place. `moved` takes the answer where the sequence was to move (`move`).
@@ -89,17 +99,19 @@ class EngineRequests:
         sink: Callable[[str], Sink],
         lost: Callable[[str], Lost],
         refused: Callable[[str], Refused],
+        moved: Callable[[str], Moved | None] = lambda name: None,
     ) -> None:
         """Await the answers to those `requests` (each with the version it was asked at) that an engine announced as running.
 
-        The engine drops the rest.
+        The engine drops the rest. `moved` takes the answer where the orchestrator before had asked the engine to end the sequence, to move.
         """
         engine = self._engines[engine_id]
         requests = list(requests)
         self._peers.send(engine.peer, Reattach(rollouts={request.rollout_id: request.attempt for request, _ in requests}))
         for request, version in requests:
             name = request.rollout_id
-            self._await(engine, request, oldest=version, sink=sink(name), lost=lost(name), refused=refused(name), is_reattached=True)
+            callbacks = {"sink": sink(name), "lost": lost(name), "refused": refused(name), "moved": moved(name)}
+            self._await(engine, request, oldest=version, **callbacks, is_reattached=True)
 
     def owes(self, rollout_id: str, attempt: int) -> bool:
         """Return whether an engine has this attempt and has not answered."""
@@ -118,14 +130,14 @@ class EngineRequests:
         asked.is_withdrawn = True
         self._peers.send(self._engines[asked.engine_id].peer, Cancel(rollout_id=rollout_id, attempt=attempt))
 
-    def move(self, rollout_id: str, attempt: int) -> bool:
-        """Have the engine that owes this attempt end it between two passes, so that another one goes on after what it has written. Return
-        False where it is owed no more, or cannot move.
+    def move(self, rollout_id: str, attempt: int, *, target: int | None = None) -> bool:
+        """Have the engine that owes this attempt end it between two passes, so that another one (`target`; None: any) goes on after what it
+        has written. Return False where it is owed no more, or cannot move.
         """
         asked = self._asked.get(rollout_id)
         if asked is None or asked.request.attempt != attempt or asked.moved is None or asked.is_withdrawn:
             return False
-        asked.is_moving = True
+        asked.is_moving, asked.target = True, target
         self.withdraw(rollout_id, attempt)
         return True
 
@@ -147,7 +159,7 @@ class EngineRequests:
         sink: Sink,
         lost: Lost,
         refused: Refused | None,
-        moved: Sink | None = None,
+        moved: Moved | None = None,
         is_reattached: bool = False,
     ) -> None:
         before = self._asked.get(request.rollout_id)
@@ -188,8 +200,12 @@ class EngineRequests:
         self._end(asked)
         if len(completion.error) > MAX_WORDS:
             completion = msgspec.structs.replace(completion, error=shorten(completion.error))
-        is_moving = asked.is_moving and completion.finish is Finish.CANCELLED
-        (asked.moved if is_moving and asked.moved is not None else asked.sink)(completion, asked.engine_id)
+        for handler in self._listeners:
+            handler(asked, completion)
+        if asked.moved is not None and asked.goes_on_after(completion):
+            asked.moved(completion, asked.engine_id, asked.target)
+        else:
+            asked.sink(completion, asked.engine_id)
 
     def _on_tokens(self, peer: str, tokens: Tokens) -> None:
         asked = self._asked_of(peer, tokens.rollout_id, tokens.attempt, None, about="Tokens")

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 from orchestrator.ledger.ledger import Ledger
@@ -62,6 +63,8 @@ class Reissue:
     credits: Signal
     watch: Watch
     attempts: Attempts
+    may_move: Callable[[Rollout], bool]
+    """The callback says whether a rollout may go on in another engine with its tokens."""
     _waiting: dict[int, list[Rollout]] = dataclasses.field(default_factory=dict)
     """The attempts to issue in place of lost ones, and the turns that no engine may continue yet, by group."""
     _running: dict[int, dict[str, int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
@@ -127,10 +130,13 @@ class Reissue:
         """Issue the next attempt of a rollout whose answer is impossible, to another engine where there is one."""
         self._issue_next(rollout, rollout.next_attempt(refused_by=engine_id), engine_id, reason=str(violation))
 
-    def move(self, rollout: Rollout, following: Rollout, engine_id: int) -> None:
-        """Issue the next attempt of a rollout that goes on in another engine."""
+    def move(self, rollout: Rollout, completion: Completion, engine_id: int, target: int | None = None) -> None:
+        """Issue the next attempt of a rollout that goes on in another engine after what this one has written: in `target`, where that may
+        take it now.
+        """
+        following = rollout.moved(completion)
         num = 0 if following.written is None else len(following.written.token_ids)
-        self._issue_next(rollout, following, engine_id, reason=f"it moves from engine-{engine_id} with {num} tokens")
+        self._issue_next(rollout, following, engine_id, reason=f"it moves from engine-{engine_id} with {num} tokens", target=target)
 
     def is_quarantined(self, rollout: Rollout) -> bool:
         return self.quarantine.holds(rollout.prompt.prompt_id)
@@ -144,11 +150,19 @@ class Reissue:
         others = {group_id for group_id, running in self._running.items() if engine_id in running.values()} - {rollout.group_id}
         return not any(self.quarantine.is_suspect("engine", self._prompt_ids[group_id]) for group_id in others)
 
-    def _issue_next(self, rollout: Rollout, following: Rollout, engine_id: int, *, reason: str) -> None:
+    def _issue_next(self, rollout: Rollout, following: Rollout, engine_id: int, *, reason: str, target: int | None = None) -> None:
         self.leave(rollout)
         self.ledger.lose(rollout.rollout_id, attempt=rollout.attempt, engine_id=engine_id, reason=reason, now_s=_now_s())
-        self.put(dataclasses.replace(following, reason=reason))
+        following = dataclasses.replace(following, reason=reason)
+        if target is not None and self._takes_now(target, following):
+            self.attempts.ask(following, target)
+        else:
+            self.put(following)
         self.credits.set()
+
+    def _takes_now(self, engine_id: int, rollout: Rollout) -> bool:
+        is_held = self.is_quarantined(rollout) or self.attempts.full() is not None
+        return not is_held and self.engines.takes_work(engine_id) and self.may_take(engine_id, rollout)
 
     def _try_again(self, group_id: int) -> None:
         rollouts = self._waiting[group_id]
@@ -203,6 +217,7 @@ class Reissue:
             sink=lambda name: functools.partial(self.attempts.take, reattached[name]),
             lost=lambda name: functools.partial(self.lose, reattached[name]),
             refused=lambda name: functools.partial(self.refuse, reattached[name]),
+            moved=lambda name: functools.partial(self.move, reattached[name]) if self.may_move(reattached[name]) else None,
         )
 
     def _on_died(self, engine_id: int) -> None:

@@ -57,6 +57,7 @@ class EngineAttempts:
             credits=self.credits,
             watch=self.watch,
             attempts=self,
+            may_move=self.may_move,
         )
         if self.dispatch is not None:
             self.engines.on_load(self._reported)
@@ -104,7 +105,7 @@ class EngineAttempts:
             sink=lambda completion, engine_id: self.take(rollout, completion, engine_id),
             lost=lambda engine_id: self._lost(rollout, engine_id),
             refused=lambda engine_id, violation: self._refused(rollout, engine_id, violation),
-            moved=(lambda completion, engine_id: self._moved(rollout, completion, engine_id)) if self.may_move(rollout) else None,
+            moved=functools.partial(self._moved, rollout) if self.may_move(rollout) else None,
         )
 
     def request(self, rollout: Rollout) -> Generate:
@@ -155,9 +156,9 @@ class EngineAttempts:
         )
         self.credits.set()
 
-    def _moved(self, rollout: Rollout, completion: Completion, engine_id: int) -> None:
+    def _moved(self, rollout: Rollout, completion: Completion, engine_id: int, target: int | None) -> None:
         self._ended(rollout, engine_id, num_tokens=None)
-        self._reissue.move(rollout, rollout.moved(completion), engine_id)
+        self._reissue.move(rollout, completion, engine_id, target)
 
     def _lost(self, rollout: Rollout, engine_id: int) -> None:
         self._ended(rollout, engine_id, num_tokens=None)
