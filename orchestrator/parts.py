@@ -23,6 +23,7 @@ from orchestrator.peers.engines import Engines
 from orchestrator.peers.gateway import Gateway
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
+from orchestrator.peers.relief import relief_of
 from orchestrator.peers.scorers import Scorers
 from orchestrator.peers.trainer_ranks import trainer_change_of
 from orchestrator.peers.transport_choice import TransportChoice
@@ -220,6 +221,9 @@ class Parts:
         )
         if config.pipeline.adaptive_concurrency:
             self.limit.adapt_to_caches(self.engines, num_engines=config.engine.count)
+        self.relief = relief_of(
+            config, num_siblings=self.num_siblings, engines=self.engines, check=self.announcement_check, journal=given.journal
+        )
 
     def _alternation(self) -> Alternation:
         return Alternation(

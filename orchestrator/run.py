@@ -87,7 +87,7 @@ class Run:
             prm=prm.gauges if prm else lambda: None,
             environment=environment.gauges if environment else lambda: None,
             gateway=leasing.gauges if leasing else lambda: None,
-            dispatch=lambda: gauges_of(parts.dispatch, parts.group_cut),
+            dispatch=lambda: gauges_of(parts.dispatch, parts.group_cut, parts.relief and parts.relief.rule),
         )
         parts.progress.on_alarm = self._hear
         self._scaling = given.scale and Scaling(

@@ -41,11 +41,13 @@ def vllm_engine(
     is_colocated: bool = False,
     structured_outputs: tuple[dict[str, Any], ...] = (),
     speculation: Literal["off", "ngram", "siblings"] = "off",
+    kv_cache_bytes: int | None = None,
 ) -> Iterator[VllmEngine]:
     """Load the model of a folder, in the environment that an engine process sets itself. `options`: as `engine.options`."""
     section = EngineSection(  # pyright: ignore[reportCallIssue]
         max_running=max_running,
         options=options or {},
+        kv_cache_bytes=kv_cache_bytes,
         quantization=quantization,
         async_scheduling=async_scheduling,
         speculation=speculation,

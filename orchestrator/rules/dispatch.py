@@ -20,9 +20,8 @@ import collections
 import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from orchestrator.rules.group_cut import GroupCut
 from orchestrator.rules.lengths import Lengths, kv_token_passes, peak_tokens
 from pipelinerl.config import Config
 
@@ -256,7 +255,13 @@ def dispatch_of(config: Config, *, num_siblings: int) -> Dispatch[Any] | None:
     )
 
 
-def gauges_of(*rules: Dispatch[Any] | GroupCut | None) -> dict[str, float] | None:
+class Counting(Protocol):
+    """A rule that counts what it has done."""
+
+    def gauges(self) -> dict[str, float]: ...
+
+
+def gauges_of(*rules: Counting | None) -> dict[str, float] | None:
     """Return what the rules that are on have done so far; None where none is."""
     found = [rule.gauges() for rule in rules if rule is not None]
     return {name: value for gauges in found for name, value in gauges.items()} or None

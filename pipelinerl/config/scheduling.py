@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
-from pipelinerl.config.sections import PipelineSection, RolloutSection
+from pipelinerl.config.sections import EngineSection, ModelSection, PipelineSection, RolloutSection
+from pipelinerl.config.tinker import TinkerSection
 
 
 def early_stop_is_unbiased(prm: PrmSection, reward: tuple[RewardSection, ...]) -> Iterator[str]:
@@ -53,3 +54,29 @@ def dispatch_is_for_completions(
             f"pipeline.{key} is {getattr(pipeline, key)}, and {plays} makes rollouts of several turns, whose lengths and pauses nothing"
             " predicts. Leave it out."
         )
+
+
+def sequences_may_move(
+    pipeline: PipelineSection,
+    engine: EngineSection,
+    rollout: RolloutSection,
+    model: ModelSection,
+    prm: PrmSection,
+    environment: EnvironmentSection,
+    gateway: GatewaySection | None,
+    tinker: TinkerSection | None,
+) -> Iterator[str]:
+    if pipeline.migration == "off":
+        return
+    for is_there, why in (
+        (engine.count < 2, f"engine.count is {engine.count}, so there is no other engine"),
+        (prm.is_used, "a process reward model (prm) follows rollouts in their engines"),
+        (rollout.cut_after is not None, "rollout.cut_after decides about the attempt that is being written"),
+        (environment.is_used, f"{environment.key} makes rollouts of several turns, which stay where their turns before are"),
+        (gateway is not None, "agents ([gateway]) speak in turns, which stay where their turns before are"),
+        (model.replay_routing, "model.replay_routing records the experts that one engine has chosen"),
+        (bool(rollout.structured_outputs), "rollout.structured_outputs holds a completion to a constraint from its beginning"),
+        (tinker is not None, "[tinker] has clients say what is sampled"),
+    ):
+        if is_there:
+            yield f'pipeline.migration is "{pipeline.migration}", and {why}: no sequence would move. Leave one of them out.'

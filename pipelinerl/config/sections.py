@@ -208,6 +208,9 @@ class PipelineSection(Section):
         description="engine of the next rollouts: the one with the fewest, or with the fewest predicted tokens in its KV cache",
     )
     kv_admission: bool = Field(False, description="send an engine only rollouts that its KV cache will hold, by their predicted lengths")
+    migration: Literal["off", "waiting"] = Field(
+        "off", description="waiting: what waits for room in an engine goes on in one that has room for it to its end, with its tokens"
+    )
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue: whoever fills one waits for room in it")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 

@@ -16,7 +16,7 @@ from pipelinerl.config.layout import Schedule, nearest, problems_of
 from pipelinerl.config.nodes import engines_elsewhere_are_the_runs, nodes_have_work
 from pipelinerl.config.placement import devices_can_be_shared
 from pipelinerl.config.scaling import elastic_goes_with, engines_may_join, trainer_may_change
-from pipelinerl.config.scheduling import cut_is_unbiased, dispatch_is_for_completions, early_stop_is_unbiased
+from pipelinerl.config.scheduling import cut_is_unbiased, dispatch_is_for_completions, early_stop_is_unbiased, sequences_may_move
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
 from pipelinerl.config.sections import (
     AlgorithmSection,
@@ -386,6 +386,7 @@ _CHECKS = (
     early_stop_is_unbiased,
     cut_is_unbiased,
     dispatch_is_for_completions,
+    sequences_may_move,
     _int8_is_for_whole_policies_of_one_rank,
     _ranks_can_take_policies,
     sharded_policies_can_be_sent,

@@ -220,7 +220,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
     asks_by_request = config.gateway is not None or config.tinker is not None
     finder = finder_of(config.model.path) if config.rollout.stop or asks_by_request else None
     startup.write(journal := Journal(run_folder, f"engine-{engine_id}"))
-    serve(engine, engine_id=engine_id, link=link, journal=journal, finder=finder)
+    tells_sequences = config.pipeline.migration != "off"
+    serve(engine, engine_id=engine_id, link=link, journal=journal, finder=finder, tells_sequences=tells_sequences)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class Limits:
     """What each of its ranks holds; empty: one rank holds everything."""
     choices: tuple[str, ...] = ()
     """Decisions made when it started, each a sentence with its reason."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache holds; None where nothing bounds them."""
     transports: tuple[str, ...] = ()
     """Transports between devices by which policies could reach it."""
 
@@ -92,6 +94,11 @@ class Engine(Protocol):
     @property
     def kv_used(self) -> float | None:
         """Part of the KV cache that running sequences hold; None where there is none."""
+        ...
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """Requests that are in no forward pass now: none has begun with them, or they gave way in a full KV cache."""
         ...
 
     def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:

@@ -78,6 +78,10 @@ class Columns:
         self._kv_versions_sum[rows] += versions
         return int((places + self._num_prompt_tokens[rows]).sum())
 
+    def num_tokens(self) -> dict[str, int]:
+        """Return how many tokens each open sequence has sampled."""
+        return {rollout_id: int(self._num_tokens[row]) for rollout_id, row in self._rows.items()}
+
     def to_tell(self, rows: np.ndarray) -> list[str]:
         """Those among these rows that go on and have sampled as many tokens since they were told of as was asked for."""
         due = self._num_tokens[rows] - self._num_told[rows] >= self._tell_every[rows]

@@ -40,6 +40,10 @@ class FakeEngine:
     def kv_used(self) -> float | None:
         return None
 
+    @property
+    def waiting(self) -> Collection[str]:
+        return self._requests.keys() - set(self.running())
+
     def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
         if request.rollout_id in self._requests:
             raise EngineError(f"{request.rollout_id} is being served already; cancel it before asking again")

@@ -28,12 +28,14 @@ from pipelinerl.engine.held_images import ImagesHeld, check_images
 from pipelinerl.engine.nap import Nap
 from pipelinerl.engine.orders import Stager, Staging, age_of
 from pipelinerl.engine.stop_strings import Finder, RunningStops
+from pipelinerl.engine.waits import Waits
 from pipelinerl.errors import EngineError, PipelineError, VersionNotHeld, WireError
 from pipelinerl.messages import (
     Cancel,
     Completion,
     EngineLoad,
     EngineReady,
+    EngineSequences,
     Finish,
     Float32,
     Generate,
@@ -94,6 +96,7 @@ class EngineLoop:
         self._next: StageWeights | None = None
         self._nap = Nap(engine, engine_id=engine_id, clock=clock)
         self._num_tokens = self._num_steps = self._num_context_tokens = 0
+        self._waits = Waits(clock)
         self._num_drafted = self._num_accepted = 0
         self._busy_s = 0.0
 
@@ -132,6 +135,7 @@ class EngineLoop:
             shards=limits.shards,
             machine=machine_id(),
             transports=limits.transports,
+            kv_tokens=limits.kv_tokens,
             version=self.version,
             rollback_epoch=self.rollback_epoch,
             running={completion.rollout_id: completion.attempt for completion in self._withheld} | running,
@@ -154,6 +158,11 @@ class EngineLoop:
             num_drafted=self._num_drafted,
             num_accepted=self._num_accepted,
         )
+
+    def sequences(self) -> EngineSequences:
+        """What it has, and what of it waits for room: nothing while it is asleep. For each report, once."""
+        written, waiting = self._columns.num_tokens(), () if self._nap.is_asleep else self._engine.waiting
+        return EngineSequences(engine_id=self._engine_id, written=written, waiting=self._waits.report(waiting, written))
 
     def handle(self, message: Message) -> None:
         """Take one message from the orchestrator. Repeated and outdated ones are harmless."""

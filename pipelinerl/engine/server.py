@@ -25,8 +25,13 @@ STAGING_WAIT_S = 0.001
 """Longest sleep while a version is being staged and no sequence runs: its commit may be noticed so late."""
 
 
-def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, finder: Finder | None = None) -> None:
-    """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised."""
+def serve(
+    engine: Engine, *, engine_id: int, link: Link, journal: Journal, finder: Finder | None = None, tells_sequences: bool = False
+) -> None:
+    """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised.
+
+    `tells_sequences` says in each report what the engine has, and what of it waits for room.
+    """
     with StagingThread(engine) as stager:
         loop = EngineLoop(engine, engine_id=engine_id, stager=stager, finder=finder)
         for choice in engine.limits.choices:
@@ -34,7 +39,7 @@ def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, finde
             journal.write("choice", text=choice)
         try:
             link.introduce(lambda kept: [loop.introduce(kept, process_id=os.getpid())])
-            _Server(loop, stager=stager, engine_id=engine_id, link=link, journal=journal).run()
+            _Server(loop, stager=stager, engine_id=engine_id, link=link, journal=journal, tells_sequences=tells_sequences).run()
         except Exception as error:  # the process boundary: the orchestrator hears why before the process ends
             link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
@@ -44,8 +49,11 @@ def serve(engine: Engine, *, engine_id: int, link: Link, journal: Journal, finde
 
 
 class _Server:
-    def __init__(self, loop: EngineLoop, *, stager: StagingThread, engine_id: int, link: Link, journal: Journal) -> None:
+    def __init__(
+        self, loop: EngineLoop, *, stager: StagingThread, engine_id: int, link: Link, journal: Journal, tells_sequences: bool
+    ) -> None:
         self._loop = loop
+        self._tells_sequences = tells_sequences
         self._stager = stager
         self._lane = f"engine-{engine_id}"
         self._link = link
@@ -88,4 +96,6 @@ class _Server:
             self._next_load = now + LOAD_EVERY_S
             load = self._loop.load(idle_s=self._idle_s)
             self._link.send(load)
+            if self._tells_sequences:
+                self._link.send(self._loop.sequences())
             self._journal.write("load", **{field: getattr(load, field) for field in load.__struct_fields__})

@@ -43,6 +43,7 @@ from pipelinerl.messages.engine import Cancel as Cancel
 from pipelinerl.messages.engine import Completion as Completion
 from pipelinerl.messages.engine import EngineLoad as EngineLoad
 from pipelinerl.messages.engine import EngineReady as EngineReady
+from pipelinerl.messages.engine import EngineSequences as EngineSequences
 from pipelinerl.messages.engine import Finish as Finish
 from pipelinerl.messages.engine import FromEngine as FromEngine
 from pipelinerl.messages.engine import Generate as Generate

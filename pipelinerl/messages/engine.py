@@ -195,6 +195,8 @@ Shards = Annotated[tuple[Annotated[dict[Id, Boxes], msgspec.Meta(max_length=1 <<
 Transports = Annotated[tuple[Id, ...], msgspec.Meta(max_length=8)]
 Attempts = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
 """Attempt numbers by rollout id."""
+NumTokens = Annotated[dict[Id, int], msgspec.Meta(max_length=1 << 17)]
+"""Numbers of tokens by rollout id."""
 
 
 class EngineReady(Message, frozen=True):
@@ -220,6 +222,8 @@ class EngineReady(Message, frozen=True):
     """Rollback epoch of that version, see `StageWeights`."""
     running: Attempts = msgspec.field(default_factory=dict)
     """Rollouts that an orchestrator which is gone had asked for. The engine goes on with them, and answers those that `Reattach` names."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache holds; None where the engine has no such bound."""
 
 
 class Reattach(Message, frozen=True):
@@ -252,6 +256,18 @@ class EngineLoad(Message, frozen=True):
     """Drafted tokens that passes have verified (`engine.speculation`) since the engine started."""
     num_accepted: int = 0
     """Of these, the tokens that became part of a completion."""
+
+
+class EngineSequences(Message, frozen=True):
+    """What an engine has, and what of it waits for room; sent with each `EngineLoad` where sequences may move (`pipeline.migration`)."""
+
+    engine_id: int
+    written: NumTokens
+    """Tokens that it has sampled of each of its sequences, by rollout id: 0 or more."""
+    waiting: Annotated[dict[Id, float], msgspec.Meta(max_length=1 << 17)] = msgspec.field(default_factory=dict)
+    """Seconds for which sequences have waited for a slot or for room in the KV cache, at least since the report before; by rollout id.
+    A sequence that passes go over, or that came since, is not among them.
+    """
 
 
 class StageWeights(Message, frozen=True):
@@ -334,7 +350,19 @@ class Asleep(Message, frozen=True):
     """Sequences that go on once it wakes."""
 
 
-FromEngine = Starting | EngineReady | EngineLoad | Tokens | Completion | WeightsStaged | WeightsCommitted | WeightsRefused | Asleep | Failed
+FromEngine = (
+    Starting
+    | EngineReady
+    | EngineLoad
+    | EngineSequences
+    | Tokens
+    | Completion
+    | WeightsStaged
+    | WeightsCommitted
+    | WeightsRefused
+    | Asleep
+    | Failed
+)
 """The messages of an engine to the orchestrator."""
 ToEngine = Generate | Cancel | Reattach | StageWeights | Sleep | Stop
 """The messages of the orchestrator to an engine."""

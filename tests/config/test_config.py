@@ -228,6 +228,27 @@ def test_rollouts_are_sent_one_by_one_only_where_they_are_completions():
     ]
 
 
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({}, "engine.count is 1, so there is no other engine"),
+        ({"prm": {"path": "prm"}}, "a process reward model (prm) follows"),
+        ({"rollout": {"group_size": 8, "cut_after": 4}}, "rollout.cut_after decides"),
+        ({"environment": {"function": "game.py:reply"}}, "environment.function makes rollouts of several turns"),
+        ({"gateway": {}, "reward": []}, "agents ([gateway]) speak in turns"),
+        ({"model": {"path": "model", "replay_routing": True}}, "model.replay_routing records"),
+        ({"rollout": {"structured_outputs": [{"choice": ["a"]}]}}, "rollout.structured_outputs holds"),
+        ({"tinker": {}}, "[tinker] has clients say"),
+    ],
+)
+def test_a_key_that_has_sequences_move_is_refused_where_none_would(sections: dict[str, Any], why: str) -> None:
+    engine = {"count": 2 if sections else 1}
+    found = problems_of(tree(**{"pipeline": {"migration": "waiting"}, "engine": engine} | sections))
+    (said,) = [line for line in found if line.startswith("pipeline.migration is ")]
+    assert said.startswith(f'pipeline.migration is "waiting", and {why}')
+    assert said.endswith(": no sequence would move. Leave one of them out.")
+
+
 def test_a_class_of_environments_needs_no_reward_function_and_stands_alone() -> None:
     game = {"cls": "game.py:Game"}
     assert parse(tree(reward=[], environment=game), origin="my.toml").environment.max_alive == 32
@@ -655,6 +676,7 @@ KEYS = [
     "pipeline.dispatch",
     "pipeline.routing",
     "pipeline.kv_admission",
+    "pipeline.migration",
     "pipeline.queue_bytes",
     "pipeline.stall_limit_s",
     "trainer.steps",

@@ -299,6 +299,20 @@ def test_more_requests_than_run_at_once_are_all_served(bench: Bench):
     assert sorted(replies) == sorted(names)
 
 
+def test_what_is_in_no_pass_waits_and_nothing_else_does(bench: Bench):
+    """Four run at once. `a` ends with its third token, and the first of those that wait takes its place."""
+    for name in ("a", "b", "c", "good", "bad", "other"):
+        bench.engine.submit(request(name, max_tokens=3 if name == "a" else 40, ignores_ends=True), version=0)
+    replies = advance(bench.engine, "good", num_tokens=1)
+    assert sorted(bench.engine.waiting) == ["bad", "other"]
+    while not replies.get("bad", Reply()).token_ids:
+        note(bench.engine.step(), replies)
+    assert replies["a"].finishes == [Finish.LENGTH]
+    assert list(bench.engine.waiting) == ["other"]
+    bench.engine.cancel("other")
+    assert list(bench.engine.waiting) == []
+
+
 def test_a_cancelled_request_says_no_more_and_the_others_go_on(bench: Bench):
     tokens = reference(bench)
     for name in "ab":

@@ -143,12 +143,15 @@ class World:
     """Computing a token of a KV cache anew, where one is bounded."""
     device: Device | None = None
     """Of a colocated run."""
+    tells_sequences: bool = False
+    """Engines say what they have, and what of it waits for room."""
     start_s: float = 0.0
     """What everybody needs to load before announcing itself."""
 
 
 def world_of(settings: Config, world: World) -> World:
     """With the device that engines and trainer share, where they do."""
+    world = dataclasses.replace(world, tells_sequences=settings.pipeline.migration != "off")
     return dataclasses.replace(world, device=world.device or Device()) if settings.is_colocated else world
 
 
@@ -171,6 +174,7 @@ class SimulatedEngine(FakeEngine):
         self.num_computed = 0
         """Tokens of prompts and of what was pushed out that the last pass computed."""
         self._kv_tokens = kv_tokens
+        self.limits = dataclasses.replace(self.limits, kv_tokens=kv_tokens)
         self._held: dict[str, int] = {}
         """Sequences that run, in the order in which they began to, with the tokens of their KV caches."""
         self._fraction = fraction
@@ -299,6 +303,8 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
         if clock() >= next_load:
             next_load = clock() + 1.0
             link.send(msgspec.structs.replace(loop.load(idle_s=idle_s), busy_s=busy_s))
+            if world.tells_sequences:
+                link.send(loop.sequences())
 
 
 async def _message_within(link: MemoryLink, *, seconds: float) -> Message | None:

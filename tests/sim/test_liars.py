@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.rules.validation.penalties import MAX_VIOLATIONS
 from orchestrator.rules.validation.violations import Kind
-from pipelinerl.messages import Completion, EngineLoad, EngineReady, Failed, Finish, Message, Result, WeightsCommitted
+from pipelinerl.messages import Completion, EngineLoad, EngineReady, EngineSequences, Failed, Finish, Message, Result, WeightsCommitted
 from tests.sim import peers
 from tests.sim.memory import MemoryLink
 from tests.sim.run import Cast, Simulated, config, run
@@ -102,10 +102,24 @@ def test_what_an_engine_cannot_have_sampled_fails_the_attempt_and_what_was_sent_
         (Kind.IDENTITY, lambda said: change(said, engine_id=0) if isinstance(said, EngineLoad) else None),
         (Kind.IDENTITY, lambda said: change(said, engine_id=30_000) if isinstance(said, EngineLoad) else None),
         (Kind.BOUNDS, lambda said: change(said, busy_s=float("nan")) if isinstance(said, EngineLoad) else None),
+        (Kind.BOUNDS, lambda said: change(said, waiting={"9/9": 1.0}) if isinstance(said, EngineSequences) else None),
+        (Kind.BOUNDS, lambda said: change(said, written={"9/9": -1}) if isinstance(said, EngineSequences) else None),
+        (Kind.BOUNDS, lambda said: change(said, written={f"{n}/0": 0 for n in range(9999)}) if isinstance(said, EngineSequences) else None),
+        (Kind.BOUNDS, lambda said: change(said, kv_tokens=0) if isinstance(said, EngineReady) else None),
         (Kind.VERSIONS, lambda said: change(said, version=999) if isinstance(said, WeightsCommitted) else None),
         (Kind.BOUNDS, lambda said: change(said, running={f"{n}/0": 0 for n in range(9999)}) if isinstance(said, EngineReady) else None),
     ],
-    ids=["another's load", "an engine that is not there", "no figure", "a policy nobody published", "more than it can have"],
+    ids=[
+        "another's load",
+        "an engine that is not there",
+        "no figure",
+        "what it has not waits",
+        "no number of tokens",
+        "more sequences than it can have",
+        "no cache",
+        "a policy nobody published",
+        "more than it can have",
+    ],
 )
 def test_what_an_engine_cannot_say_of_itself_is_counted_and_changes_nothing(
     tmp_path: Path, kind: Kind, lie: Callable[[Message], Message | None]
@@ -115,7 +129,7 @@ def test_what_an_engine_cannot_say_of_itself_is_counted_and_changes_nothing(
         return None if found is None else (kind, found)
 
     sent: collections.Counter[str] = collections.Counter()
-    settings = config(trainer={"steps": 4})
+    settings = config(trainer={"steps": 4}, pipeline={"migration": "waiting"})
     simulated = run(settings, folder=tmp_path, cast=Cast(engine=liar(sent, most=2, lies=lies, who=1, also=True)))
     assert simulated.problems() == []
     assert simulated.ending.reason == "finished"

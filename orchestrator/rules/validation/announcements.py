@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 
 from orchestrator.rules.validation.violations import Kind, Violation
-from pipelinerl.messages import EngineReady, Message, ScorerReady, TrainerReady, WeightsCommitted, WeightsRefused, WeightsStaged
+from pipelinerl.messages import (
+    EngineReady,
+    EngineSequences,
+    Message,
+    ScorerReady,
+    TrainerReady,
+    WeightsCommitted,
+    WeightsRefused,
+    WeightsStaged,
+)
 
 MAX_COUNT = 1 << 53
 """The largest figure of any kind. A float holds every integer below, so nothing that is computed from one overflows."""
@@ -46,10 +55,26 @@ class AnnouncementCheck:
         if not 1 <= said.max_running <= MAX_SLOTS or not 1 <= said.max_model_tokens <= MAX_COUNT:
             got = f"max_running {said.max_running}, max_model_tokens {said.max_model_tokens}"
             return Violation(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected 1 to {MAX_SLOTS}, and 1 or more")
+        if said.kv_tokens is not None and not 1 <= said.kv_tokens <= MAX_COUNT:
+            return Violation(kind=Kind.BOUNDS, words=f"EngineReady: a KV cache of {said.kv_tokens} tokens, expected 1 or more")
         is_wrong = any(len(name) > MAX_NAME or not 0 <= attempt <= MAX_COUNT for name, attempt in said.running.items())
         if len(said.running) > self._max_outstanding or is_wrong:
             got, expected = f"{len(said.running)} rollouts that it goes on with", f"at most {self._max_outstanding}, with attempts from 0"
             return Violation(kind=Kind.BOUNDS, words=f"EngineReady: {got}, expected {expected}")
+        return None
+
+    def sequences(self, said: EngineSequences) -> Violation | None:
+        """Check what an engine says that it has. Names that nobody asked it for may be of an orchestrator that is gone, and do no harm:
+        none of them is asked back.
+        """
+        if (violation := gauges(said)) is not None:
+            return violation
+        if len(said.written) > self._max_outstanding or any(len(name) > MAX_NAME for name in said.written):
+            got, expected = f"{len(said.written)} sequences", f"at most {self._max_outstanding}, with names of up to {MAX_NAME} characters"
+            return Violation(kind=Kind.BOUNDS, words=f"EngineSequences: {got}, expected {expected}")
+        if unknown := said.waiting.keys() - said.written.keys():
+            words = f"EngineSequences: {min(unknown)[:MAX_NAME]} waits, and is none of the {len(said.written)} sequences that it has"
+            return Violation(kind=Kind.BOUNDS, words=words)
         return None
 
     def scorer(self, said: ScorerReady) -> Violation | None:

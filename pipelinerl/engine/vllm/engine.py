@@ -126,6 +126,7 @@ class VllmEngine:
             tensors=layout,
             shards=swap.shards if isinstance(swap, ShardedPolicies) else (),
             choices=(*choices, scheduling, *([str(self._speculation)] if self._speculation is not None else []), choice),
+            kv_tokens=self._llm.vllm_config.cache_config.kv_cache_size_tokens,
             transports=tuple(one for one in device_transports() if not is_sharded or "sharded" in one),
         )
         self._prove_forward_pass(Path(model.path))
@@ -222,6 +223,11 @@ class VllmEngine:
     @property
     def kv_used(self) -> float | None:
         return float(self._core.engine_core.scheduler.kv_cache_manager.usage)
+
+    @property
+    def waiting(self) -> Collection[str]:
+        queued = (request.request_id for request in self._core.engine_core.scheduler.waiting)
+        return [self._rollouts[request_id] for request_id in queued if request_id in self._rollouts]
 
     def _drop_kv(self, request_ids: set[str]) -> None:
         """Preempt running requests, as vLLM does when its cache is full: resumed in the next pass, they are computed from their start.

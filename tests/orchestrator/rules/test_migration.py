@@ -45,6 +45,12 @@ def test_the_longest_of_those_that_wait_goes_first_and_takes_the_room():
     assert moved(relieve([engine(0, *waits), engine(1, room=95, slots=1)])) == {"long": 1}
 
 
+def test_each_goes_to_the_engine_with_the_fewest_sequences_those_that_have_moved_there_included():
+    waits = [held(name, 10, to_come, waits=True) for name, to_come in (("a", 30), ("b", 20), ("c", 10))]
+    others = [engine(1), engine(2, held("d", 10, 5))]
+    assert moved(relieve([engine(0, *waits), *others])) == {"a": 1, "b": 1, "c": 2}, "one, one more as the lower id has one, two to one"
+
+
 def test_the_emptiest_engine_is_emptied_into_the_fullest_that_takes_it():
     engines = [
         engine(0, held("a", 10, 100)),
