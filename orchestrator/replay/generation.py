@@ -60,10 +60,10 @@ def run(recorded: RecordedRun) -> Iterator[str]:
             "generation cannot be replayed: this run has an environment, and of its episodes only the end is recorded, not when each turn"
             " was asked for. The other stages can."
         )
-    if recorded.config.dispatches_rollouts:
+    if recorded.config.dispatches_rollouts or recorded.config.pipeline.migration != "off":
         raise ConfigError(
-            "generation cannot be replayed: in this run rollouts were sent one by one, by lengths and by gauges of engines that are not"
-            " recorded (pipeline.dispatch, pipeline.routing, pipeline.kv_admission). The other stages can."
+            "generation cannot be replayed: in this run rollouts went to engines one by one, by lengths and by what engines said and nobody"
+            " recorded (pipeline.dispatch, pipeline.routing, pipeline.kv_admission, pipeline.migration). The other stages can."
         )
     events = read_policies(recorded.run_folder, kinds=(*_STATUSES, *_SAID, "generated", "limit", "evaluation"))
     with records(recorded.folder) as (ledger, journal):

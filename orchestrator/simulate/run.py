@@ -81,8 +81,9 @@ def simulate(
 ) -> Simulated:
     """Simulate a run to its last step; `folder` becomes a run folder with its journal.
 
-    `migration` has sequences move between engines (`rules.migration`), and, above 0, engines emptied at the end of a round into others that
-    then have so many at most. `elastic` has devices change roles between steps (`rules.roles`), as live runs do with `pipeline.elastic`.
+    `migration` has sequences move between engines (`rules.migration`) where the settings do not, and, above 0, engines emptied at the end
+    of a round into others that then have so many at most; no live run empties one. `elastic` has devices change roles between steps
+    (`rules.roles`), as live runs do with `pipeline.elastic`.
 
     Raises `Stalled` where the run could not go on, and where it takes more than `limit_s` simulated seconds.
     """
@@ -97,7 +98,7 @@ def simulate(
             machine = {"cores": 0, "devices": 0}
             journal.write("run", config=config.model_dump(mode="json"), derived=config.derived(), machine=machine, simulated=about)
         run = _Run(config, world, seed=seed, faults=faults, events=events, journal=journal)
-        run.migrate(migration)
+        run.migrate(0 if migration is None and config.pipeline.migration != "off" else migration)
         run.change_roles(elastic)
         return run.run(limit_s)
 

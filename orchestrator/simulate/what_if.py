@@ -78,6 +78,8 @@ def _changes(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "the longest rollouts first", ("pipeline.dispatch=longest_first",)
     if not pipeline.adaptive_concurrency and not pipeline.kv_admission:
         yield "engines sent only what their KV caches hold", ("pipeline.kv_admission=true",)
+    if engines > 1 and pipeline.migration == "off":
+        yield "sequences that wait for room moved to engines that have it", ('pipeline.migration="waiting"',)
     if engines > 1:
         yield f"{engines - 1} of {engines} engines", (f"engine.count={engines - 1}", *free)
 

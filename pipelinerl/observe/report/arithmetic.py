@@ -62,6 +62,11 @@ def _dispatching(dispatch: dict[str, float]) -> Iterator[Finding]:
         held, room = dispatch["num_held_by_kv"], dispatch["kv_room_tokens"]
         arithmetic = f"{whole(held)} kept back / {whole(sent)} sent, with {whole(room)} tokens learned to be an engine's room"
         yield Finding(what="KV admission: rollouts that waited for room", arithmetic=arithmetic, value=percent(held / sent))
+    if dispatch.get("num_waits"):
+        waits, moved, recomputed = dispatch["num_waits"], dispatch["num_moved"], dispatch["num_recomputed_tokens"]
+        after = f" after {seconds(dispatch['moved_after_s'] / moved)} on average, {whole(recomputed)} tokens computed anew" if moved else ""
+        arithmetic = f"{whole(moved)} moved{after} / {whole(waits)} times that a sequence waited for room"
+        yield Finding(what="migration: what waited for room in an engine and moved", arithmetic=arithmetic, value=percent(moved / waits))
     if dispatch.get("num_cut_decided"):
         stopped, decided, weight = dispatch["num_cut_stopped"], dispatch["num_cut_decided"], 1 / dispatch["cut_keep_probability"]
         arithmetic = f"{whole(stopped)} stopped / {whole(decided)} last siblings; those that went on weigh {quantity(weight)} each"

@@ -254,10 +254,11 @@ def _room_of_caches(measures: Measures) -> str:
     if measures.kv_used is None or not measures.num_sequence_slots:
         return ""
     slots, used = measures.num_sequence_slots // measures.num_engines, percent(measures.kv_used)
+    moves = '; pipeline.migration = "waiting" fills those with room' if measures.num_engines > 1 else ""
     if measures.kv_used >= CACHE_IS_FULL:
         return (
             f"more KV cache for each (engine.kv_cache_bytes): it is {used} full, so that more sequences would push each other out"
-            " (pipeline.adaptive_concurrency keeps to what fits)"
+            f" (pipeline.adaptive_concurrency keeps to what fits{moves})"
         )
     if measures.kv_used <= CACHE_HAS_ROOM:
         more = math.floor(slots * CACHE_IS_FULL / measures.kv_used + 0.05)

@@ -43,6 +43,8 @@ class Plan:
     """Of the first engine; the second one's is half as full."""
     drafted: float = 0.0
     """Tokens drafted for each engine in a period; a quarter is accepted."""
+    migrated: tuple[int, int] | None = None
+    """Times that a sequence waited for room, and sequences of these that moved, each after three seconds; None: none may."""
     groups_per_step: int = 8
     group_size: int = 8
     name: str = "synthetic"
@@ -203,6 +205,7 @@ def _statuses(plan: Plan) -> list[Line]:
                     "scoring: trajectories": 0.3 * periods,
                     "scoring: scores": period_s * periods,
                 },
+                dispatch=_dispatch(plan),
                 reward_mean=0.5,
                 staleness_mean=0.5,
                 staleness_max=2,
@@ -227,6 +230,13 @@ def _engine(plan: Plan, engine_id: int, periods: float, idle_s: float) -> Line:
         "num_drafted": int(plan.drafted * periods),
         "num_accepted": int(plan.drafted * periods / 4),
     }
+
+
+def _dispatch(plan: Plan) -> dict[str, float] | None:
+    if plan.migrated is None:
+        return None
+    waits, moved = plan.migrated
+    return {"num_waits": waits, "num_moved": moved, "moved_after_s": 3.0 * moved, "num_recomputed_tokens": 200 * moved}
 
 
 def _swaps(plan: Plan) -> list[Line]:

@@ -7,6 +7,7 @@ import pytest
 
 from pipelinerl.observe.report.diagnosis import Diagnosis, Limiter, diagnose
 from pipelinerl.observe.report.reading import read_tables
+from pipelinerl.observe.report.units import seconds
 from tests.observe.report.synthetic import Plan, write_run
 
 
@@ -119,6 +120,20 @@ def test_a_report_tells_how_many_drafts_were_accepted_where_any_were_made(tmp_pa
     assert what not in [row.what for row in _diagnose(tmp_path / "none", Plan()).findings]
 
 
+def test_a_report_tells_what_waited_for_room_and_moved_where_sequences_may(tmp_path: Path) -> None:
+    def row(name: str, migrated: tuple[int, int] | None) -> list[tuple[str, str]]:
+        what = "migration: what waited for room in an engine and moved"
+        return [(one.arithmetic, one.value) for one in _diagnose(tmp_path / name, Plan(migrated=migrated)).findings if one.what == what]
+
+    ((arithmetic, value),) = row("moved", (80, 20))
+    after = f"20 moved after {seconds(3.0)} on average, 4,000 tokens computed anew"
+    assert arithmetic == f"{after} / 80 times that a sequence waited for room"
+    assert value.startswith("25.0")
+    ((arithmetic, _),) = row("stayed", (80, 0))
+    assert arithmetic == "0 moved / 80 times that a sequence waited for room"
+    assert row("off", None) == row("idle", (0, 0)) == []
+
+
 def test_caches_with_room_are_to_be_filled_before_engines_are_added_and_full_ones_enlarged(tmp_path: Path) -> None:
     # 64 slots of an engine, and 45 % of its cache: 64 x 0.9 / 0.45 = 128 would fit.
     roomy = _diagnose(tmp_path / "roomy", Plan(kv_used=0.45))
@@ -126,7 +141,10 @@ def test_caches_with_room_are_to_be_filled_before_engines_are_added_and_full_one
     assert "= 128 would fit (engine.max_running)" in roomy.advice
     row = next(row for row in roomy.findings if row.what == "engines: KV cache in use")
     assert row.value.startswith("45.0")
-    assert "engine.kv_cache_bytes" in _diagnose(tmp_path / "full", Plan(kv_used=0.97)).advice
+    full = _diagnose(tmp_path / "full", Plan(kv_used=0.97)).advice
+    assert "engine.kv_cache_bytes" in full
+    assert 'pipeline.migration = "waiting" fills those with room' in full
+    assert "pipeline.migration" not in _diagnose(tmp_path / "one", Plan(kv_used=0.97, num_engines=1)).advice
     assert "KV" not in _diagnose(tmp_path / "fit", Plan(kv_used=0.75)).advice
 
 

@@ -182,6 +182,9 @@ def test_a_stage_that_cannot_run_alone_says_why(run_folder: Path, monkeypatch: p
         replay(run_folder, stages=["delivery"], overrides=[])
     with pytest.raises(LedgerError, match="no recorded step scores"):
         replay(run_folder, stages=["prm"], overrides=[])
+    for override in ("pipeline.kv_admission=true", "pipeline.migration=waiting"):
+        with pytest.raises(ConfigError, match=r"generation cannot be replayed: in this run rollouts went to engines one by one"):
+            replay(run_folder, stages=["generation"], overrides=[override, "engine.count=2"])
     monkeypatch.setattr("sys.argv", ["replay", str(run_folder / "nowhere"), "--stage=scoring"])
     with pytest.raises(SystemExit):
         main()

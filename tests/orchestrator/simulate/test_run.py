@@ -100,6 +100,18 @@ def test_sequences_that_move_lose_no_token_and_no_version_falls(monkeypatch: pyt
         assert versions == sorted(versions)
 
 
+def test_the_settings_have_sequences_move_as_the_argument_does():
+    engine = dataclasses.replace(BUSY.engine, kv_tokens=500)
+    world = dataclasses.replace(BUSY, engine=engine, likeness=0.9, report_every_s=0.05)
+
+    def moved(migration: str, argument: int | None) -> int:
+        sections = MANY | {"pipeline": {"mode": "sync", "migration": migration}, "trainer": {"steps": 4}}
+        return simulate(config(**sections), world, migration=argument).num_moved
+
+    assert moved("waiting", None) == moved("off", 0) > 0
+    assert moved("off", None) == 0
+
+
 def broken(ended: Simulated) -> list[str]:
     counts = ended.rollouts
     wrong = [] if counts.holds and not counts.in_flight else [str(counts)]
