@@ -35,8 +35,9 @@ FOLDER = Path("runs/bench-schedule-live")
 ENGINES, SLOTS, GROUPS, GROUP_SIZE = 2, 16, 16, 8
 STEPS, QUICK_STEPS = 6, 3
 SEEDS = (0, 1)
-BLOCK_TOKENS, LITTLE_BLOCKS, TOKEN_BYTES = 16, 30, 5120
-"""Tokens of a block of the KV cache, blocks of a little one, bytes of a token: 5 layers, 4 heads of 32, keys and values in float32."""
+BLOCK_TOKENS, LITTLE_BLOCKS, TOKEN_BYTES = 32, 15, 5120
+"""Tokens of a block of the KV cache (vLLM's CPU kernels take multiples of 32), blocks of a little one, bytes of a token: 5 layers, 4 heads
+of 32, keys and values in float32."""
 LITTLE = {"engine.kv_cache_bytes": LITTLE_BLOCKS * BLOCK_TOKENS * TOKEN_BYTES}
 SYNC, STREAMING = {"pipeline.mode": "sync"}, {"pipeline.mode": "streaming"}
 CASES: dict[str, dict[str, Any]] = {
@@ -50,6 +51,7 @@ CUTTING: dict[str, Any] = {"algorithm.name": "rloo_early_stop", "algorithm.overr
 CHOSEN = ("none", "longest first", "least loaded", "KV admission", "all three")
 WAYS: dict[str, dict[str, Any]] = {
     **{name: {f"pipeline.{key}": value for key, value in RULES[name].items()} for name in CHOSEN},
+    "migration": {"pipeline.migration": "waiting"},
     "rloo_early_stop": CUTTING,
     "cut after 6": CUTTING | {"rollout.cut_after": 6},
 }
@@ -68,7 +70,7 @@ def wanted(*, quick: bool) -> list[Key]:
         for seed in (SEEDS[:1] if quick else SEEDS)
         for case in cases
         for way in (ways if seed % 2 == 0 else reversed(ways))
-        if case == "sync" or way in CHOSEN
+        if case == "sync" or way in (*CHOSEN, "migration")
     ]
 
 
