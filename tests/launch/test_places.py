@@ -61,6 +61,10 @@ def test_a_port_that_is_in_use_is_named_with_its_key(section: str, key: str, tak
     assert problem == f"{key} is {taken}: cannot listen there on 127.0.0.1: Address already in use. {key} = 0 takes a free one"
 
 
+def test_an_address_that_nobody_listens_at_is_not_tried(taken: int):
+    assert not told(tracking={"to": ["tensorboard"], "prometheus_interface": "203.0.113.9", "prometheus_port": taken})
+
+
 def test_a_file_in_the_place_of_the_run_folder_is_no_folder(tmp_path: Path):
     (tmp_path / "my.toml").touch()
     for folder in (tmp_path / "my.toml", tmp_path / "my.toml" / "below", Path("/dev/null")):
