@@ -95,9 +95,8 @@ class EngineLoop:
         self._staging: Staging | None = None
         self._next: StageWeights | None = None
         self._nap = Nap(engine, engine_id=engine_id, clock=clock)
-        self._num_tokens = self._num_steps = self._num_context_tokens = 0
         self._waits = Waits(clock)
-        self._num_drafted = self._num_accepted = 0
+        self._num_tokens = self._num_steps = self._num_context_tokens = self._num_drafted = self._num_accepted = 0
         self._busy_s = 0.0
 
     @property

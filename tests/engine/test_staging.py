@@ -65,6 +65,6 @@ def test_an_engine_that_waits_for_messages_lets_staging_have_the_core(tmp_path: 
 
         loop = EngineLoop(engine, engine_id=0, stager=stager)
         journal = Journal(tmp_path, "engine-0")
-        waiting = server._Server(loop, stager=stager, engine_id=0, link=Link(), journal=journal)  # pyright: ignore[reportArgumentType]
+        waiting = server._Server(loop, stager=stager, engine_id=0, link=Link(), journal=journal, tells_sequences=False)  # pyright: ignore[reportArgumentType]
         assert not waiting._take_messages()
         journal.close()

@@ -89,6 +89,10 @@ class ScriptedEngine:
     def kv_used(self) -> float | None:
         return None
 
+    @property
+    def waiting(self) -> Collection[str]:
+        return self._running.keys() if self.is_held else ()
+
     def submit(self, request: Generate, *, version: int, rollback_epoch: int = 0) -> None:
         ids = request.token_ids.tolist()
         text = self._tokenizer.decode(ids)

@@ -188,7 +188,7 @@ def test_an_orchestrator_that_is_killed_while_a_sequence_moves_costs_no_violatio
         assert any(reason.startswith("it moves from engine-") for reason in reasons)
 
 
-KILLS: dict[str, dict[str, float]] = {
+KILLS: dict[str, dict[str, Any]] = {
     "engine": {"engine_s": 3.0},
     "orchestrator": {"orchestrator_s": 4.0},
     "everything": {"engine_s": 5.0, "scorer_s": 6.0, "trainer_s": 6.0, "orchestrator_s": 8.0},

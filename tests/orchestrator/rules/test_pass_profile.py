@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -64,19 +65,19 @@ def test_passes_that_took_no_time_fit_nothing():
     profile, before = PassProfile(), load(0, 1, 1)
     for _ in range(LEAST_REPORTS):
         after = load(10, 4, 100, since=before)
-        profile.reported(EngineLoad(**{**_plain(before), "busy_s": 0.0}), EngineLoad(**{**_plain(after), "busy_s": 0.0}))
+        profile.reported(_taking(before, 0.0), _taking(after, 0.0))
         before = after
     assert profile.fit() is None
 
 
-def _plain(one: EngineLoad) -> dict[str, float]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
+def _taking(one: EngineLoad, busy_s: float) -> EngineLoad:
+    return msgspec.structs.replace(one, busy_s=busy_s)
 
 
 def test_old_reports_are_forgotten():
     profile, before = PassProfile(), load(0, 1, 1)
     for number in range(KEPT):  # passes that took no time, from before
-        profile.reported(before, after := load(10, 4 + number % 3, 100, since=EngineLoad(**{**_plain(before), "busy_s": -1e-9})))
+        profile.reported(before, after := load(10, 4 + number % 3, 100, since=_taking(before, -1e-9)))
         before = after
     for number in range(KEPT):
         profile.reported(before, after := load(10, 4 + number % 3, 100 + number, since=before))
