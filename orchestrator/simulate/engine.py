@@ -147,7 +147,8 @@ class SimulatedEngine:
             "busy_s": self.busy_s + (now_s - self._stretch.began_s if self._stretch else 0.0),
             "idle_s": self.idle_s + (now_s - self._idle_since if self._idle_since >= 0 else 0.0),
             "kv_used": self.kv_used,
-            "num_drafted": 0,  # drafts are in the time of passes alone
+            "num_context_tokens": 0,  # contexts and drafts are in the time of passes alone
+            "num_drafted": 0,
             "num_accepted": 0,
         }
 

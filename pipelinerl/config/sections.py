@@ -196,10 +196,7 @@ class PipelineSection(Section):
     adaptive_concurrency: bool = Field(
         False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
     )
-    elastic: bool = Field(
-        False,
-        description="let devices change between engines and trainer ranks while the run goes on, where measured windows say that it pays",
-    )
+    elastic: bool = Field(False, description="let devices change between engines and trainer ranks where it pays")
     dispatch: Literal["in_order", "longest_first"] = Field(
         "in_order", description="longest_first: of each group one rollout first, whose length predicts its siblings', then the longest"
     )
@@ -208,9 +205,7 @@ class PipelineSection(Section):
         description="engine of the next rollouts: the one with the fewest, or with the fewest predicted tokens in its KV cache",
     )
     kv_admission: bool = Field(False, description="send an engine only rollouts that its KV cache will hold, by their predicted lengths")
-    migration: Literal["off", "waiting"] = Field(
-        "off", description="waiting: what waits for room in an engine goes on in one that has room for it to its end, with its tokens"
-    )
+    migration: Literal["off", "waiting"] = Field("off", description="waiting: what waits for room goes on in an engine that has it")
     queue_bytes: PositiveInt = Field(256 << 20, description="bound of every queue: whoever fills one waits for room in it")
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 

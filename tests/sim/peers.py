@@ -197,7 +197,7 @@ class SimulatedEngine(FakeEngine):
         return sum(len(request.token_ids) - request.num_written + self._positions[name] for name, (request, _, _) in self._running())
 
     def _running(self):
-        return [(name, self._requests[name]) for name in self.running()]
+        return [(name, self._requests[name]) for name in self.running() if name in self._requests]  # what was cancelled holds its room yet
 
     def stretch(self, factors: Sequence[float]) -> None:
         """Have answers to what is asked from now on be so much longer, by the version that it has."""

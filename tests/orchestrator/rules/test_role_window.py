@@ -91,9 +91,10 @@ def test_a_window_counts_from_its_beginning_and_passes_are_fitted_to_all():
     after_ten_seconds(window)
     window.trained(working_s=9.0, num_replicas=1)
     window.begin(counts(10.0, sampled=4000, trained=3000, held_s=4.0))
-    after_ten_seconds(window, began_s=10)
+    after_ten_seconds(window, began_s=10, context=300)  # 300 in the mean of 20 s, after 100 in the first ten
     window.trained(working_s=2.0, num_replicas=1)
     found, _ = seen(window, counts(20.0, sampled=8000, trained=3500, held_s=4.0))
+    assert found.context == pytest.approx(500)
     assert (found.tokens, found.num_steps, found.replica_rate, found.held_back) == (500, 1, pytest.approx(250), 0.0)
 
 
