@@ -12,6 +12,7 @@ from orchestrator.stages.role_changes import RoleChanges
 from orchestrator.stages.training import Training
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import Units, units_of
+from pipelinerl.config.scheduling import why_sequences_stay
 from pipelinerl.runtime.membership import ScaleRequest
 
 WINDOW_STEPS = 2
@@ -42,7 +43,7 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         watch=parts.watch,
         journal=parts.given.journal,
         engines_of_unit=units.engines,
-        drain_s=0.0 if _all_move(config) else ScaleRequest(request_id=0).drain_s,
+        drain_s=drain_s_of(config),
     )
 
 
@@ -67,7 +68,10 @@ def _pool(parts: Parts, units: Units) -> Pool:
     )
 
 
-def _all_move(config: Config) -> bool:
-    """Return whether what a leaving engine has goes on in others with its tokens; else it begins anew, and is worth waiting for."""
-    is_followed = config.prm.is_used or config.rollout.cut_after is not None or config.environment.is_used or config.gateway is not None
-    return not (is_followed or config.rollout.structured_outputs or config.model.replay_routing)
+def drain_s_of(config: Config) -> float:
+    """Return the seconds that leaving engines may take to end what they have: none where all of it goes on in others with its tokens, as
+    many as `pipelinerl scale` gives where it would begin anew.
+    """
+    sections = config.rollout, config.model, config.prm, config.environment, config.gateway, config.tinker
+    begins_anew = any(why_sequences_stay(*sections))
+    return ScaleRequest(request_id=0).drain_s if begins_anew else 0.0

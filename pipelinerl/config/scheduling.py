@@ -56,6 +56,28 @@ def dispatch_is_for_completions(
         )
 
 
+def why_sequences_stay(
+    rollout: RolloutSection,
+    model: ModelSection,
+    prm: PrmSection,
+    environment: EnvironmentSection,
+    gateway: GatewaySection | None,
+    tinker: TinkerSection | None,
+) -> Iterator[str]:
+    """Yield each reason for which no sequence of a run goes on in another engine with its tokens."""
+    for is_there, why in (
+        (prm.is_used, "a process reward model (prm) follows rollouts in their engines"),
+        (rollout.cut_after is not None, "rollout.cut_after decides about the attempt that is being written"),
+        (environment.is_used, f"{environment.key} makes rollouts of several turns, which stay where their turns before are"),
+        (gateway is not None, "agents ([gateway]) speak in turns, which stay where their turns before are"),
+        (model.replay_routing, "model.replay_routing records the experts that one engine has chosen"),
+        (bool(rollout.structured_outputs), "rollout.structured_outputs holds a completion to a constraint from its beginning"),
+        (tinker is not None, "[tinker] has clients say what is sampled"),
+    ):
+        if is_there:
+            yield why
+
+
 def sequences_may_move(
     pipeline: PipelineSection,
     engine: EngineSection,
@@ -68,15 +90,6 @@ def sequences_may_move(
 ) -> Iterator[str]:
     if pipeline.migration == "off":
         return
-    for is_there, why in (
-        (engine.count < 2, f"engine.count is {engine.count}, so there is no other engine"),
-        (prm.is_used, "a process reward model (prm) follows rollouts in their engines"),
-        (rollout.cut_after is not None, "rollout.cut_after decides about the attempt that is being written"),
-        (environment.is_used, f"{environment.key} makes rollouts of several turns, which stay where their turns before are"),
-        (gateway is not None, "agents ([gateway]) speak in turns, which stay where their turns before are"),
-        (model.replay_routing, "model.replay_routing records the experts that one engine has chosen"),
-        (bool(rollout.structured_outputs), "rollout.structured_outputs holds a completion to a constraint from its beginning"),
-        (tinker is not None, "[tinker] has clients say what is sampled"),
-    ):
-        if is_there:
-            yield f'pipeline.migration is "{pipeline.migration}", and {why}: no sequence would move. Leave one of them out.'
+    alone = [f"engine.count is {engine.count}, so there is no other engine"] if engine.count < 2 else []
+    for why in (*alone, *why_sequences_stay(rollout, model, prm, environment, gateway, tinker)):
+        yield f'pipeline.migration is "{pipeline.migration}", and {why}: no sequence would move. Leave one of them out.'

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.controller import not_in_scripts
+from orchestrator.elastic import drain_s_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
@@ -66,3 +67,17 @@ def test_runs_over_the_nodes_of_a_job_are_refused_before_they_are_submitted(tmp_
 def test_scripts_keep_their_engines_and_ranks():
     found = [one for one in not_in_scripts(settings()) if one.level is Level.FAIL]
     assert [one.what for one in found] == ["pipeline.elastic"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "seconds"),
+    [
+        ({}, 0.0),
+        ({"environment": {"function": "unused:reply"}}, 60.0),
+        ({"prm": {"path": "unused", "separator": "="}}, 60.0),
+        ({"rollout": {"cut_after": 2}}, 60.0),
+        ({"rollout": {"structured_outputs": [{"regex": "a+"}]}, "trainer": {"max_logprob_gap": 100, "max_mismatch_kl": 100}}, 60.0),
+    ],
+)
+def test_leaving_engines_have_time_where_what_they_have_would_begin_anew(sections: dict[str, Any], seconds: float):
+    assert drain_s_of(settings(**sections)) == seconds
