@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.data.tokenizer import load_tokenizer
 from pipelinerl.observe.lines import read_journals
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(400)]
@@ -44,7 +45,7 @@ async def main():
                 await asyncio.sleep(1.0)  # the ledger is written twice a second
                 os.kill(os.getpid(), signal.SIGKILL)
             scored = await ahead
-            told["texts"] += [run.text(one.trajectory) for one in scored[:2]]
+            told["texts"] += [(run.text(one.trajectory), one.trajectory.token_ids[one.trajectory.loss_mask].tolist()) for one in scored[:2]]
             rows = run.advantages(scored)
             if run.step == told["first"]:
                 await compare(run, [row.trajectory for row in rows])
@@ -81,7 +82,9 @@ def test_a_script_outlives_the_kill_of_each_of_its_processes_and_goes_on_after_i
     assert told["trained"] == 4 * 24
     assert 4 * 24 < told["admitted"] <= 5 * 24, "what the killed script had asked for beside is cancelled"
     assert {type(told["evaluated"]), type(told["after"])} == {float}
-    assert all(isinstance(text, str) and text for text in told["texts"])
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert len(told["texts"]) == 2
+    assert [text for text, _ in told["texts"]] == [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in told["texts"]]
     assert (folder / "model" / "config.json").is_file()
     lines = read_journals(folder)
     assert [line["version"] for line in lines if line["kind"] == "swap"][-1] == 5
