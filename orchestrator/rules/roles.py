@@ -8,14 +8,15 @@ steps it plans from the rates of the last window. The fast one is `rules.migrati
 
 The speed of a layout is that of its slowest part, in sampled tokens per second:
 
-    R = engines * n / pass(n, context) / slowness    n = the sequences for which an engine has slots, room and work
+    R = engines * n / (pass(n, context) + n * prompts) / slowness    n = the sequences for which an engine has slots, room and work
     T = (core + further replicas) * rate of a replica while it works
     S = (core + further scorers) * rate of a scorer while it works, where devices score
 
-R is not what engines have written: while the trainer is slower, admission holds them back, and they look as fast as it is. So R follows
-from a profile of a pass and from `slowness`, how much longer than that passes took. Where only the trainer has waited, what was written is
-all that engines can, unevenness and tails included: they, and narrower ones, are taken to be that much slower from then on. Contexts are
-expected to grow as much in the next window as they did in the last.
+`prompts` are the seconds that an engine computes prompts for each token that it samples, where its profile says what a prompt's token
+takes. R is not what engines have written: while the trainer is slower, admission holds them back, and they look as fast as it is. So R
+follows from a profile of a pass and from `slowness`, how much longer than that passes took. Where only the trainer has waited, what was
+written is all that engines can, unevenness and tails included: they, and narrower ones, are taken to be that much slower from then on.
+Contexts are expected to grow as much in the next window as they did in the last.
 
 Units change only at a swap boundary, and only where `HORIZON` windows save more than the change costs:
 
@@ -96,11 +97,15 @@ class EngineProfile:
     slots: float
     room: float
     """Tokens that its KV cache holds."""
+    prompt_token_s: float = 0.0
+    """Seconds for each token of a prompt that it computes; 0 where they are in `pass_s`."""
 
-    def rate(self, *, context: float, most: float) -> float:
-        """Return the tokens per second of one engine that has work for at most `most` sequences."""
+    def rate(self, *, context: float, most: float, prompt_tokens: float = 0.0) -> float:
+        """Return the tokens per second of one engine that has work for at most `most` sequences, and computes so many tokens of prompts
+        for each that it samples.
+        """
         num = max(1.0, min(self.slots, self.room / max(1.0, context), most))
-        return num / self.pass_s(num, context)
+        return num / (self.pass_s(num, context) + num * prompt_tokens * self.prompt_token_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +144,8 @@ class Window:
     """Mean tokens of a sequence while it is written, its prompt among them."""
     slowness: float
     """Seconds of the engines' passes over those of their profile."""
+    prompt_tokens: float = 0.0
+    """Tokens of prompts that engines compute for each that they sample."""
     replica_rate: float
     """Sampled tokens per second that a replica trains while it works."""
     written_rate: float = 0.0
@@ -310,7 +317,8 @@ def speed(layout: Layout, pool: Pool, window: Window) -> float:
     num = num_engines(layout, pool)
     parts = [(pool.core_replicas + layout.trainers * pool.unit_replicas) * window.replica_rate]
     if num:
-        rate = pool.profiles[layout.width].rate(context=window.context, most=pool.most_running / num)
+        profile, most = pool.profiles[layout.width], pool.most_running / num
+        rate = profile.rate(context=window.context, most=most, prompt_tokens=window.prompt_tokens)
         parts.append(num * rate / window.slowness)
     else:
         parts.append(0.0)

@@ -105,6 +105,7 @@ class Workload:
         lengths: Distribution,
         likeness: float = 0.0,
         length_factors: Sequence[float] = (1.0,),
+        prompt_factors: Sequence[float] = (1.0,),
         num_groups: int = 1,
         turns: Distribution,
         score_s: Distribution,
@@ -113,12 +114,13 @@ class Workload:
         reward_spread: float,
     ) -> None:
         """`likeness`, 0 to 1, is the correlation of siblings' lengths; `reward_spread`, 0 to 1, how far prompts differ in difficulty;
-        `length_factors`: how many times as long completions are, at evenly spaced places of the first `num_groups` groups.
+        `length_factors` and `prompt_factors`: how many times as long completions and prompts are, at evenly spaced places of the first
+        `num_groups` groups.
         """
         self._seed, self._num_siblings = seed, num_siblings
         self._prompt_tokens, self._lengths, self._likeness = prompt_tokens, lengths, likeness
         self._turns, self._score_s, self._reply_s = turns, score_s, reply_s
-        self._factors, self._num_groups = np.log(np.asarray(length_factors, np.float64)), num_groups
+        self._length_factors, self._prompt_factors, self._num_groups = tuple(length_factors), tuple(prompt_factors), num_groups
         self._reward_mean, self._reward_spread = reward_mean, reward_spread
         self._block = functools.lru_cache(4)(self._draw)
 
@@ -141,9 +143,11 @@ class Workload:
         shape = (BLOCK, self._num_siblings)
         shared, own = chance.standard_normal((BLOCK, 1)), chance.standard_normal(shape)
         lengths = self._lengths.at(math.sqrt(self._likeness) * shared + math.sqrt(1 - self._likeness) * own)
-        lengths = lengths * self._factors_of(BLOCK * block + np.arange(BLOCK))[:, None]
+        groups = BLOCK * block + np.arange(BLOCK)
+        lengths = lengths * self._factors_at(groups, self._length_factors)[:, None]
+        prompts = self._prompt_tokens.at(chance.standard_normal(BLOCK)) * self._factors_at(groups, self._prompt_factors)
         return {
-            "prompts": np.maximum(1, np.rint(self._prompt_tokens.at(chance.standard_normal(BLOCK)))),
+            "prompts": np.maximum(1, np.rint(prompts)),
             "lengths": np.maximum(1, np.rint(lengths)),
             "chances": chance.random(shape),
             "successes": self._successes(chance),
@@ -153,10 +157,10 @@ class Workload:
             "luck": chance.random((*shape, 2)),
         }
 
-    def _factors_of(self, groups: npt.NDArray[np.int_]) -> Numbers:
-        """Return how many times as long as usual the completions of groups are, by their numbers."""
-        places = np.linspace(0.0, self._num_groups, len(self._factors)) if len(self._factors) > 1 else np.zeros(1)
-        return np.exp(np.interp(groups, places, self._factors))
+    def _factors_at(self, groups: npt.NDArray[np.int_], factors: tuple[float, ...]) -> Numbers:
+        """Return the factor of each group: from one place to the next it changes by as much with each group."""
+        places = np.linspace(0.0, self._num_groups, len(factors)) if len(factors) > 1 else np.zeros(1)
+        return np.exp(np.interp(groups, places, np.log(factors)))
 
     def _successes(self, chance: np.random.Generator) -> Numbers:
         mean, spread = self._reward_mean, self._reward_spread

@@ -125,7 +125,9 @@ class RoleChanges:
             core_replicas=elastic.core_replicas,
             core_scorers=0.0 if self._prm is None else self._prm.num_slots,
             profiles={
-                width: EngineProfile(pass_s=_profile(world), slots=elastic.slots[width], room=world.kv_tokens)
+                width: EngineProfile(
+                    pass_s=_profile(world), slots=elastic.slots[width], room=world.kv_tokens, prompt_token_s=world.prefill_token_s
+                )
                 for width, world in elastic.engines.items()
             },
             most_running=(self._generation.admission.schedule.max_staleness + 1) * batch,
@@ -151,25 +153,30 @@ class RoleChanges:
         self._num_steps, self._trained = self._num_steps + 1, self._trained + metrics["num_tokens"]
         self._working_s += working_s * self._trainer.num_replicas
 
-    def _totals(self) -> tuple[float, float, float, float, float]:
-        """Tokens, passes and busy seconds of all engines so far, the scorers' busy seconds, and those in which engines were held back."""
-        gauges = [engine.gauges() for engine in self._generation.engines]
+    def _totals(self) -> tuple[float, float, float, float, float, float]:
+        """Tokens, passes, busy seconds and computed tokens of prompts of all engines so far, the scorers' busy seconds, and those in which
+        engines were held back.
+        """
+        engines = self._generation.engines
+        gauges, prompts = [engine.gauges() for engine in engines], float(sum(engine.num_prefilled for engine in engines))
         tokens, passes, busy_s = (sum(float(one[name] or 0.0) for one in gauges) for name in ("num_tokens", "num_steps", "busy_s"))
         held_s = self._generation.waits.all_waited_s().get(f"generation: {STALENESS_BOUND}", 0.0)
-        return tokens, passes, busy_s, self._prm.busy_s if self._prm is not None else 0.0, held_s
+        return tokens, passes, busy_s, prompts, self._prm.busy_s if self._prm is not None else 0.0, held_s
 
     def _window(self) -> Window | None:
-        tokens, passes, busy_s, scored_s, held_s = (now - before for now, before in zip(self._totals(), self._at_begin, strict=True))
+        differences = (now - before for now, before in zip(self._totals(), self._at_begin, strict=True))
+        tokens, passes, busy_s, prompts, scored_s, held_s = differences
         if not (passes and self._sampled and self._trained and self._working_s) or (self._prm is not None and scored_s <= 0):
             return None
         layout, pool, elapsed_s = self._roles.layout, self._roles.pool, self._events.now_s - self._began_s
         context, part = self._read / self._sampled, self._sampled / (self._sampled + self._prompts)
-        world = self._elastic.engines[layout.width]
+        world, profile = self._elastic.engines[layout.width], pool.profiles[layout.width]
         return Window(
             tokens=self._trained / self._num_steps * part * self._elastic.window_steps,
             num_steps=self._elastic.window_steps,
             context=context,
-            slowness=busy_s / passes / pool.profiles[layout.width].pass_s(tokens / passes, context),
+            slowness=busy_s / (passes * profile.pass_s(tokens / passes, context) + prompts * profile.prompt_token_s),
+            prompt_tokens=prompts / tokens,
             replica_rate=self._trained * part / self._working_s,
             written_rate=tokens / elapsed_s,
             trainer_wait=1 - self._working_s / (elapsed_s * self._trainer.num_replicas),

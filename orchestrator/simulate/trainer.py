@@ -1,8 +1,8 @@
 """The trainer: rows come in, policies go out. It pulls in lock-step waves of one row for each replica, as `stages.training` answers.
 
 The seconds of a row are `row_s + token_s * tokens + square_s * sum of squared sample lengths`, where a prompt that siblings of the row
-share counts once. A wave lasts as long as its costliest row. A policy is published beside the next step's rows, and is waited for before
-the weights change again (`trainer.loop`).
+share counts once, as does its square. A wave lasts as long as its costliest row. A policy is published beside the next step's rows, and
+is waited for before the weights change again (`trainer.loop`).
 """
 
 from __future__ import annotations
@@ -104,10 +104,11 @@ class Trainer:
 
     def add(self, step: int, samples: list[Sample]) -> None:
         """Take a row of a step."""
-        squares = sum(sample.num_tokens**2 for sample in samples) if self._world.square_s else 0
+        shared = _shared_prompts(samples)
+        squares = sum(sample.num_tokens**2 for sample in samples) - sum(num**2 for num in shared) if self._world.square_s else 0
         num_tokens = sum(sample.num_tokens for sample in samples)
         opened = self.steps[step]
-        num_computed = num_tokens - _num_shared_tokens(samples)
+        num_computed = num_tokens - sum(shared)
         opened.rows.append(self._world.row_s + self._world.token_s * num_computed + self._world.square_s * squares)
         opened.num_bytes += sum(sample.trajectory.num_bytes for sample in samples)
         opened.num_tokens += num_tokens
@@ -246,14 +247,14 @@ class Trainer:
             self.on_span(name, start, end)
 
 
-def _num_shared_tokens(samples: list[Sample]) -> int:
-    """Return the prompt tokens of a row that are computed with a sibling's: all but the first's of each group."""
+def _shared_prompts(samples: list[Sample]) -> list[int]:
+    """Return the tokens of each prompt of a row that is computed with a sibling's: all but the first of each group."""
     seen: set[int] = set()
-    num = 0
+    shared: list[int] = []
     for sample in samples:
         trajectory = sample.trajectory
         if trajectory.group_id in seen:
             assert isinstance(trajectory, SimulatedTrajectory)
-            num += trajectory.num_prompt
+            shared.append(trajectory.num_prompt)
         seen.add(trajectory.group_id)
-    return num
+    return shared

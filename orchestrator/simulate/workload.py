@@ -16,6 +16,7 @@ def workload_of(config: Config, world: World, *, seed: int, num_siblings: int) -
         lengths=world.lengths,
         likeness=world.likeness,
         length_factors=world.length_factors,
+        prompt_factors=world.prompt_factors,
         num_groups=config.trainer.steps * config.batch.groups_per_step,
         turns=world.scoring.turns if config.environment.is_used else fixed(1.0),
         score_s=world.scoring.score_s,

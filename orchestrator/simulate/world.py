@@ -133,6 +133,8 @@ class World:
     length_factors: tuple[float, ...] = (1.0,)
     """How many times as long as `lengths` completions are, at evenly spaced places of the run from its first group to its last; from one
     place to the next each group's are longer by the same factor. (1, 8): answers grow, as a reasoning run's do; (1, 8, 1): they swing."""
+    prompt_factors: tuple[float, ...] = (1.0,)
+    """The same of prompts: (1, 1, 96, 96) has short ones for a third of the run and long ones for the last, as where tasks take turns."""
     likeness: float = 0.0
     """Correlation of the lengths of siblings."""
     reward_mean: float = 0.5

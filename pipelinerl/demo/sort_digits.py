@@ -59,8 +59,10 @@ def reward(prompt: str, completion: str, answer: str, **_: object) -> float:
     return float(completion == answer)
 
 
-def make_model(folder: Path, seed: int) -> None:
-    """Write a fresh model and its tokenizer to `folder`, as a Hugging Face folder: Qwen3 of 1.07 M parameters, float32, tied embeddings."""
+def make_model(folder: Path, seed: int, *, hidden_size: int = 128, num_layers: int = 5) -> None:
+    """Write a fresh model and its tokenizer to `folder`, as a Hugging Face folder: Qwen3 of 1.07 M parameters where no sizes are given,
+    in float32 with tied embeddings. `hidden_size` is a multiple of 32, the size of a head.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed  # here, because they bring torch, which prompts do without
 
     tokens = {token: number for number, token in enumerate((PAD, EOS, *CHARACTERS))}
@@ -68,11 +70,11 @@ def make_model(folder: Path, seed: int) -> None:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokens),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=hidden_size // 32,
+            num_key_value_heads=hidden_size // 32,
             head_dim=32,
             max_position_embeddings=128,
             tie_word_embeddings=True,

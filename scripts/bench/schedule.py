@@ -3,7 +3,7 @@
     python -m scripts.bench.schedule                    # dispatch, routing, KV admission: alone and together
     python -m scripts.bench.schedule --part network     # static fabrics and one that reconfigures, 48 to 2,048 GPUs
     python -m scripts.bench.schedule --part migration   # sequences that move between engines by re-prefill
-    python -m scripts.bench.schedule --part roles       # devices that change roles while answers grow, 48 GPUs; roles_1024, too
+    python -m scripts.bench.schedule --part roles       # devices that change roles while answers grow, 48 GPUs; and other loads
     python -m scripts.bench.schedule --part live        # dispatch, routing, KV admission, cut groups on two real engines, and simulated
 
 The rules are the live ones (`orchestrator.rules`). Only the part `live` measures anything: it takes half an hour of two quiet cores, in
@@ -30,7 +30,9 @@ PARTS = {
     "roles": roles.measure,
     "roles_swings": functools.partial(roles.measure, load="swings"),
     "roles_tails": functools.partial(roles.measure, load="tails"),
+    "roles_tasks": functools.partial(roles.measure, load="tasks"),
     "roles_1024": functools.partial(roles.measure, num_gpus=1024),
+    "roles_tasks_1024": functools.partial(roles.measure, num_gpus=1024, load="tasks"),
 }
 
 

@@ -9,9 +9,8 @@
 What keeps it honest: `draw` and `forecast` write down the hash of the simulator's code; `run` refuses where the forecasts are not committed
 as they stand, or the code has changed since. The cases are drawn after the last change of that code, because a draw names its hash, too.
 
-A machine is not as fast at every hour. So the processor's speed is measured right before a case is run, and before anything of it is
-known the same code foretells it once more, with everything that a processor does faster or slower by as much: errors are of this one, and
-of the committed one beside it. A try counts where others took at most `MOST_OTHERS` of the machine; it is made again where not.
+A try counts where others took at most `MOST_OTHERS` of the machine; it is made again where not. Tries of the seeds 2 and 3 were also
+foretold once more at the processor's speed right before each. Both forecasts are stored; it made errors larger, and is done no more.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from typing import Any
 from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.draws import Distribution
 from orchestrator.simulate.run import simulate
-from orchestrator.simulate.summary import ASSUMPTIONS, summary_of
-from orchestrator.simulate.world import World
+from orchestrator.simulate.summary import summary_of
 from scripts.bench import harness
 from scripts.bench.foreseen import cases
 from scripts.bench.foreseen.cases import FOLDER, ROOT, draw
@@ -46,8 +44,6 @@ FIGURES: tuple[str, ...] = ("tokens_per_s", "staleness_mean", "engines_idle_frac
 GOALS = (0.05, 0.10)
 """Median and largest error: relative of rates, in versions over the larger of 1 and the live value of staleness, absolute of fractions."""
 SIMULATED_SEEDS = range(5)
-PROCESSOR = ("seconds of an engine's pass", "seconds of training", "seconds of a policy's way")
-"""Assumptions that are longer where the processor is slower; how long rewards sleep is none of its business."""
 
 
 def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
@@ -82,19 +78,19 @@ def code_hash() -> str:
 
 
 def forecast() -> None:
-    """Simulate every case at the speed that was learned. Raises `SystemExit` where the code has changed since the draw."""
+    """Simulate every case. Raises `SystemExit` where the code has changed since the draw."""
     *others, record = _records()
     if record["code"] != code_hash():
         sys.exit("the simulator's code has changed since the cases were drawn: draw again, with another seed")
-    record["forecasts"] = [foretold(case, slowness=1.0) for case in record["cases"]]
+    record["forecasts"] = [foretold(case) for case in record["cases"]]
     _write(FORECASTS, [*others, record])
     print(f"now commit {FORECASTS.relative_to(ROOT)}, then --blind run")
 
 
-def foretold(case: dict[str, Any], *, slowness: float) -> dict[str, float]:
-    """Return the figures of a case on a processor that takes `slowness` times as long as the one that its forecast was learned on."""
+def foretold(case: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of a case."""
     config = cases.config_of(case)
-    world = slowed(world_of_runs(config, cases.learned_from(case)), slowness)
+    world = world_of_runs(config, cases.learned_from(case))
     if case["reward_s"]:
         own_s = world.scoring.score_s.average  # of a call that does not sleep
         calls = Distribution(kind="uniform", low=0.5 * case["reward_s"] + own_s, high=1.5 * case["reward_s"] + own_s)  # `plugins.reward`
@@ -103,22 +99,12 @@ def foretold(case: dict[str, Any], *, slowness: float) -> dict[str, float]:
     return {name: statistics.fmean(getattr(one, name) for one in runs) for name in FIGURES}
 
 
-def slowed(world: World, slowness: float) -> World:
-    """Return the world on a processor that takes so many times as long."""
-    for part in PROCESSOR:
-        world = ASSUMPTIONS[part](world, slowness)
-    return world
-
-
 def run(index: int) -> None:
-    """Foretell a case at the machine's present speed, run it live, and keep what it showed, or how it failed."""
+    """Run a case live, and keep what it showed, or how it failed."""
     record = _record()
-    case = record["cases"][index]
-    slowness = cases.learned_speed(case) / cases.speed()
     kept: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
-    kept |= {"slowness": slowness, "foretold": foretold(case, slowness=slowness)}
     try:
-        folder, kept["others"] = cases.live(case)
+        folder, kept["others"] = cases.live(record["cases"][index])
         kept["live"] = cases.figures_of(folder)
     except subprocess.CalledProcessError as error:
         kept["failed"] = str(error)
@@ -148,16 +134,14 @@ def errors_of(foretold: dict[str, float], live: dict[str, float]) -> dict[str, f
 
 
 def errors_by_seed() -> dict[int, tuple[list[dict[str, float]], list[dict[str, float]]]]:
-    """Return, of every seed, the errors of the tries that count: of what was foretold at their speed, and of what was committed."""
+    """Return, of every seed, the errors of the tries that count: of what was foretold last before each, and of what was committed."""
     found: dict[int, tuple[list[dict[str, float]], list[dict[str, float]]]] = {}
     for record in _records():
         tries = [one for one in _tries() if one["code"] == record["code"] and counts(one)]
         committed = [errors_of(record["forecasts"][one["case"]], one["live"]) for one in tries]
-        at_speed = [
-            errors_of(one["foretold"], one["live"]) if "foretold" in one else each for one, each in zip(tries, committed, strict=True)
-        ]
+        last = [errors_of(one["foretold"], one["live"]) if "foretold" in one else each for one, each in zip(tries, committed, strict=True)]
         if tries:
-            found[record["seed"]] = at_speed, committed
+            found[record["seed"]] = last, committed
     return found
 
 
@@ -166,8 +150,8 @@ def table() -> None:
     for record in _records():
         found = harness.Measured(rows=[row for index in range(len(record["cases"])) for row in _rows(record, index)])
         harness.show(f"blind, seed {record['seed']}, code {record['code'][:12]}, commit {record['commit'][:9]}", found)
-    for seed, (at_speed, committed) in errors_by_seed().items():
-        for words, errors in (("", at_speed), (", without the machine's speed", committed)):
+    for seed, (last, committed) in errors_by_seed().items():
+        for words, errors in (("", last), *([(", without the machine's speed", committed)] if last != committed else [])):
             flat = [error for each in errors for error in each.values()]
             if flat:
                 told = f"median {statistics.median(flat):.3f} (goal {GOALS[0]}), largest {max(flat):.3f} (goal {GOALS[1]})"

@@ -1,25 +1,28 @@
 """Devices that change roles while the load changes, against the best layout that never changes, as the planner finds it.
 
-Loads: answers that grow, answers whose mean swings up and down twice, and answers with a long tail whose mean stays, in steps that wait for
-their last rollouts. Of OrchestrRL's (arXiv 2601.01209) the abstract says that loads shift and that engines are unevenly busy, within steps
-and from step to step; it gives no lengths.
+Loads: answers that grow, answers whose mean swings up and down twice, answers with a long tail whose mean stays, in steps that wait for
+their last rollouts, and two tasks that take turns: problems with long answers, and questions about long documents with short ones. Of
+OrchestrRL's (arXiv 2601.01209) the abstract says that loads shift and that engines are unevenly busy, within steps and from step to
+step; it gives no lengths.
 
-The planner searches every split and layout at five lengths of the load; what it finds is ranked by its own arithmetic over the whole run,
-and the first few are simulated: the fastest of these is the best static one. The run whose devices change begins as the planner says
-for the first lengths, and knows nothing of those to come.
+The planner searches every split and layout at five lengths of the load; what it finds is ranked by its own arithmetic over the whole run.
+The first few are simulated, and every split by whole nodes with the wider engines: the fastest of these is the best static one. The run
+whose devices change begins as the planner says for the first lengths, and knows nothing of those to come.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from orchestrator.simulate.draws import Distribution
+from orchestrator.simulate.draws import Distribution, fixed
 from orchestrator.simulate.planned import elastic_of_plan, world_of_plan
 from orchestrator.simulate.run import Simulated, simulate
 from orchestrator.simulate.summary import summary_of
@@ -35,8 +38,8 @@ from pipelinerl.planning.shape import Shape
 from scripts.bench import harness
 
 MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
-PROMPT, LONGEST = 256, 32_768
-"""Tokens; no answer is longer than 32 K."""
+LONGEST = 32_768
+"""Tokens of the longest answer."""
 WIDTHS = (1, 2, 4, 8)
 REPORT_S = 10.0
 SLOTS = 32
@@ -59,13 +62,30 @@ class Load:
     cv: float
     factors: tuple[float, ...] = (1.0,)
     """Of the mean, at evenly spaced places of the run (`World.length_factors`)."""
+    prompt: float = 256.0
+    """Tokens, where the factor is 1."""
+    prompt_factors: tuple[float, ...] = (1.0,)
+    """Of the prompt, as `factors`."""
     staleness: int = 4
+    turns: int = 1
+    """Times as many steps as the other loads have."""
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row: the longest prompt and the longest answer."""
+        return LONGEST + round(self.prompt * max(self.prompt_factors))
+
+
+def in_turns(one: float, other: float) -> tuple[float, ...]:
+    """Return factors of two tasks, each of which has two stretches; those of the other have seven times as many steps."""
+    return ((one,) * 4 + (other,) * 28) * 2
 
 
 LOADS = {
     "growth": Load(mean=1000.0, cv=0.8, factors=(1.0, 16.0)),
     "swings": Load(mean=2000.0, cv=0.8, factors=(1.0, 8.0, 1.0, 8.0, 1.0)),
     "tails": Load(mean=4000.0, cv=1.5, staleness=1),
+    "tasks": Load(mean=12_000.0, cv=0.8, factors=in_turns(1.0, 1 / 48), prompt_factors=in_turns(1.0, 32.0), staleness=8, turns=8),
 }
 
 
@@ -78,28 +98,34 @@ class Case:
     steps: int
     load: Load
 
-    def lengths(self) -> list[float]:
-        """Mean lengths at the middle of every step."""
-        factors, places = np.log(self.load.factors), np.linspace(0.0, 1.0, len(self.load.factors))
+    def lengths(self) -> list[dict[str, float]]:
+        """Mean lengths of prompts and answers at the middle of every step, as the planner's inputs."""
         middles = (np.arange(self.steps) + 0.5) / self.steps
-        return [float(each) for each in self.load.mean * np.exp(np.interp(middles, places, factors))]
+
+        def means(mean: float, factors: tuple[float, ...]) -> list[float]:
+            return (mean * np.exp(np.interp(middles, np.linspace(0.0, 1.0, len(factors)), np.log(factors)))).tolist()
+
+        load = self.load
+        pairs = zip(means(load.prompt, load.prompt_factors), means(load.mean, load.factors), strict=True)
+        return [{"prompt_tokens": prompt, "mean_tokens": mean} for prompt, mean in pairs]
 
     @property
     def given(self) -> dict[str, float]:
         """What the planner is told of the first step."""
-        return {"prompt_tokens": float(PROMPT), "mean_tokens": self.lengths()[0], "length_cv": self.load.cv}
+        return {**self.lengths()[0], "length_cv": self.load.cv}
 
 
 def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness.Measured:
     """Return the table of a cluster under a load."""
     found, size = harness.Measured(), SIZES[num_gpus]
     what = LOADS[load]
-    _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=QUICK_STEPS if quick else size["steps"], load=what), quick=quick)
-    factors = ", ".join(f"{factor:g}" for factor in what.factors)
-    answers = f"answers of {what.mean:,.0f} tokens in the mean, times {factors}, cv {what.cv}"
+    steps = QUICK_STEPS if quick else size["steps"] * what.turns
+    _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=steps, load=what), quick=quick)
+    answers = f"answers of {what.mean:,.0f} tokens in the mean{_times(what.factors)}, cv {what.cv}"
+    prompts = f"prompts of {what.prompt:,.0f}{_times(what.prompt_factors)}"
     found.notes += [
         f"a change of roles takes {SWITCH_S:g} s from the end of one to the beginning of the other, where no other number stands",
-        f"{MODEL} on {GPU}, K = {what.staleness}, groups of 8; {answers}",
+        f"{MODEL} on {GPU}, K = {what.staleness}, {steps} steps of {size['groups']} groups of 8; {answers}; {prompts}",
         "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
         "OrchestrRL (arXiv 2601.01209) reports up to 1.40x (14 B; 1.34x 32 B) on 48 H800, v2 up to 1.42x on 64; at 1,024 its network alone",
     ]
@@ -107,7 +133,7 @@ def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness
 
 
 def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
-    static = [(_simulated(case, one), one) for one in found_by_planner(case)[: 4 if quick else NUM_SIMULATED[case.num_gpus]]]
+    static = [(_simulated(case, one), one) for one in static_layouts(case, quick=quick)]
     best, layout = max(static, key=lambda pair: _speed(pair[0]))
     usual = _speed(best)
 
@@ -144,7 +170,7 @@ def _inputs(case: Case, *, is_colocated: bool = False) -> tuple[Mapping[str, flo
     config = _config(case, {})
     shape, adapters = model_of(config)
     inputs = run_inputs(config, shape, method=method_of(config), adapter_parameters=adapters)
-    given = {"prompt_tokens": float(PROMPT), "length_cv": case.load.cv, "transport": float(DIRECT)}
+    given = {**case.given, "transport": float(DIRECT)}
     mode = {"mode": float(mode_of(config.pipeline.mode, is_colocated=is_colocated))}
     return {**inputs, **gpu_inputs(GPU), **given, **mode}, shape
 
@@ -154,10 +180,9 @@ def found_by_planner(case: Case, *, is_colocated: bool = False) -> list[Candidat
     first, by its formulas.
     """
     inputs, shape = _inputs(case, is_colocated=is_colocated)
-    lengths, every = case.lengths(), dict[str, Candidate]()
+    lengths, every = sorted(case.lengths(), key=lambda each: each["mean_tokens"]), dict[str, Candidate]()
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        mean = lengths[round(part * (len(lengths) - 1))]
-        for one in search({**inputs, "mean_tokens": mean}, shape, num_gpus=case.num_gpus):
+        for one in search({**inputs, **lengths[round(part * (len(lengths) - 1))]}, shape, num_gpus=case.num_gpus):
             for other in (one,) if is_colocated else (one, *(_widened(one, shape, width) for width in WIDTHS)):
                 if not other.problems:
                     every.setdefault(said(other), other)
@@ -168,9 +193,20 @@ def found_by_planner(case: Case, *, is_colocated: bool = False) -> list[Candidat
                 every.setdefault(said(one), one)
 
     def run_s(one: Candidate) -> float:
-        return sum(SHEET.evaluate({**one.inputs, "mean_tokens": mean})["step_s"] for mean in lengths)
+        return sum(num * SHEET.evaluate({**one.inputs, **dict(each)})["step_s"] for each, num in counts.items())
 
+    counts = collections.Counter(tuple(each.items()) for each in lengths)
     return sorted(every.values(), key=run_s)
+
+
+def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
+    """The layouts that are simulated: the planner's first, and evenly spaced splits by whole nodes with the wider engines."""
+    first = found_by_planner(case)[: 4 if quick else NUM_SIMULATED[case.num_gpus]]
+    num_nodes = case.num_gpus // NODE
+    splits = sorted({max(1, round(num_nodes * part / 8)) for part in range(1, 8)})
+    others = [of_nodes(case, nodes, width) for nodes in splits for width in WIDTHS[-2:]]
+    every = first if quick else [*first, *(one for one in others if not one.problems)]
+    return list({said(one): one for one in every}.values())
 
 
 def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
@@ -198,9 +234,8 @@ def _node_trainer(case: Case) -> Mapping[str, float]:
 
 def elastic_layout(case: Case) -> Candidate:
     """The fastest layout of whole nodes at the first lengths, by the planner's formulas."""
-    mean = case.lengths()[0]
     every = [of_nodes(case, nodes, width) for nodes in range(1, case.num_gpus // NODE) for width in WIDTHS]
-    return max((one for one in every if not one.problems), key=lambda one: SHEET.evaluate({**one.inputs, "mean_tokens": mean})["run_rate"])
+    return max((one for one in every if not one.problems), key=lambda one: SHEET.evaluate({**one.inputs, **case.given})["run_rate"])
 
 
 def is_of_nodes(one: Candidate) -> bool:
@@ -221,12 +256,12 @@ def said(one: Candidate) -> str:
 
 def _config(case: Case, changed: Mapping[str, Any]) -> Config:
     tree: dict[str, Any] = {
-        "model": {"path": MODEL, "max_tokens": PROMPT + LONGEST},
+        "model": {"path": MODEL, "max_tokens": case.load.row_tokens},
         "data": {"source": "unused"},
         "reward": [{"function": "unused:reward"}],
         "rollout": {"group_size": 8, "max_tokens": LONGEST},
         "engine": {"count": 1, **changed.get("engine", {})},
-        "batch": {"groups_per_step": case.groups, "max_tokens": PROMPT + LONGEST},
+        "batch": {"groups_per_step": case.groups, "max_tokens": case.load.row_tokens},
         "pipeline": {"max_staleness": case.load.staleness, "queue_bytes": 1 << 40, **changed.get("pipeline", {})},
         "trainer": {"steps": case.steps, **changed.get("trainer", {})},
         "scorer": {"slots": 4096},
@@ -270,7 +305,8 @@ def _world(case: Case, config: Config, one: Candidate) -> World:
         sleep_s=values["switch_s"] if is_shared else 0.0,
     )
     lengths = Distribution(kind="lognormal", mean=case.load.mean, cv=case.load.cv)
-    return dataclasses.replace(world, sync=sync, lengths=lengths, length_factors=case.load.factors, likeness=0.5, report_every_s=REPORT_S)
+    load = {"lengths": lengths, "length_factors": case.load.factors, "prompt_factors": case.load.prompt_factors, "likeness": 0.5}
+    return dataclasses.replace(world, sync=sync, report_every_s=REPORT_S, prompt_tokens=fixed(case.load.prompt), **load)
 
 
 def _simulated(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Simulated:
@@ -278,6 +314,14 @@ def _simulated(case: Case, one: Candidate, *, switch_s: float | None = None, mig
     world = _world(case, config, one)
     elastic = None if switch_s is None else elastic_of_plan(config, gpu=GPU, given=case.given, switch_s=switch_s)
     return simulate(config, world, migration=migration, elastic=elastic)
+
+
+def _times(factors: tuple[float, ...]) -> str:
+    told = [
+        f"{factor:.3g}" + (f" ({num} times)" if num > 1 else "")
+        for factor, num in ((one, len(list(same))) for one, same in itertools.groupby(factors))
+    ]
+    return f", times {', '.join(told)}" if len(factors) > 1 else ""
 
 
 def _speed(run: Simulated) -> float:

@@ -33,6 +33,14 @@ def test_an_engine_runs_what_it_has_slots_room_and_work_for():
     assert ONE.rate(context=1000, most=4) == pytest.approx(4 / 0.014)
 
 
+def test_prompts_that_engines_compute_count():
+    """10 sequences sample a token each in 0.02 s, for which 3 tokens of prompts each are computed at 1 ms: 0.03 s more."""
+    one = dataclasses.replace(ONE, prompt_token_s=1e-3)
+    assert one.rate(context=1000, most=1e9, prompt_tokens=3.0) == pytest.approx(10 / 0.05)
+    prompts = dataclasses.replace(WINDOW, prompt_tokens=3.0, slowness=2.0)
+    assert speed(TRAINS_MUCH, dataclasses.replace(POOL, profiles={1: one}), prompts) == pytest.approx(200), "two of 200, twice as slow"
+
+
 def test_slow_passes_count():
     slow = dataclasses.replace(WINDOW, slowness=2.0)
     assert speed(TRAINS_MUCH, POOL, slow) == pytest.approx(500)

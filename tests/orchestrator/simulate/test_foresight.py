@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.simulate.draws import fixed
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
-from orchestrator.simulate.world import EngineWorld, ScoringWorld, TrainerWorld, World
 from scripts.bench.foreseen import blind, cases, published
 from scripts.bench.machine import MOST_OTHERS
 from tests.orchestrator.simulate.worlds import BUSY, config
@@ -81,18 +79,6 @@ def test_figures_are_read_from_a_journal_as_the_simulator_counts_them(tmp_path: 
     for name in blind.FIGURES:
         assert found[name] == pytest.approx(getattr(counted, name), rel=0.02, abs=0.005), name
     assert 0.02 < found["engines_idle_fraction"] < 0.98
-
-
-def test_a_slower_processor_takes_longer_for_all_but_what_sleeps():
-    world = World(
-        engine=EngineWorld(pass_s=((1, 0.01), (9, 0.03)), prefill_token_s=1e-4),
-        trainer=TrainerWorld(row_s=0.1, token_s=1e-3, step_s=0.2),
-        scoring=ScoringWorld(score_s=fixed(0.05)),
-    )
-    slow = blind.slowed(world, 2.0)
-    assert slow.engine.pass_s == ((1, 0.02), (9, 0.06))
-    assert (slow.engine.prefill_token_s, slow.trainer.row_s, slow.trainer.token_s, slow.trainer.step_s) == (2e-4, 0.2, 2e-3, 0.4)
-    assert slow.scoring == world.scoring
 
 
 def test_a_try_beside_which_others_worked_does_not_count_and_one_that_failed_shows_nothing():

@@ -137,6 +137,13 @@ def test_lengths_follow_factors_by_the_same_factor_from_group_to_group():
     assert int(workload(lengths=fixed(10.0)).group(700).lengths[0]) == 10
 
 
+def test_prompts_follow_factors_of_their_own():
+    """20 groups between a factor of 1 and one of 4: 10 groups are a factor of 2. Answers stay as they are."""
+    load = workload(prompt_tokens=fixed(9.0), lengths=fixed(10.0), prompt_factors=(1.0, 4.0), num_groups=20)
+    assert [load.group(number).prompt_tokens for number in (0, 10, 20, 300)] == [9, 18, 36, 36]
+    assert {int(load.group(number).lengths[0]) for number in (0, 10, 20)} == {10}
+
+
 def test_prompts_differ_in_difficulty_by_the_spread():
     """Of a Beta distribution the variance is spread * mean * (1 - mean)."""
     load = workload()

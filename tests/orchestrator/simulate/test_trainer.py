@@ -1,0 +1,41 @@
+"""The simulated trainer's seconds, on numbers worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from orchestrator.simulate.cores import Cores
+from orchestrator.simulate.events import Events
+from orchestrator.simulate.rollouts import Rollout
+from orchestrator.simulate.trainer import Trainer
+from orchestrator.simulate.world import SyncWorld, TrainerWorld
+from pipelinerl.messages import Sample
+from tests.orchestrator.simulate.test_parts import workload
+
+
+def sample(group_id: int, sibling: int, *, num_sampled: int) -> Sample:
+    """A prompt of 9 tokens and so many that were sampled."""
+    name = f"{group_id}/{sibling}"
+    draws = workload().group(group_id)
+    rollout = Rollout(
+        group_id=group_id, sibling=sibling, name=name, prompt_id="0:0", draws=draws, is_greedy=False, admitted_s=0.0, version=0
+    )
+    rollout.runs, rollout.num_sampled = [(0, num_sampled)], num_sampled
+    return Sample(trajectory=rollout.trajectory(), reward=0.0, advantages=np.zeros(9 + num_sampled, np.float32))
+
+
+@pytest.mark.parametrize(("world", "expected_s"), [(TrainerWorld(token_s=1.0), 42.0), (TrainerWorld(token_s=0.0, square_s=1.0), 848.0)])
+def test_a_prompt_that_siblings_of_a_row_share_is_computed_once(world: TrainerWorld, expected_s: float):
+    """Samples of 12, 13 and 11 tokens of one group and one of 24 of another: 12 + (13 - 9) + (11 - 9) + 24 = 42 tokens.
+
+    Squares, less those of the two prompts that are shared: 144 + 169 + 121 + 576 - 2 * 81 = 848.
+    """
+    events = Events()
+    trainer = Trainer(world, SyncWorld(), cores=Cores(events), num_replicas=1, num_steps=1, holds_batches=False, checkpoint_every=9)
+    done: list[float] = []
+    trainer.on_done = lambda step, metrics: done.append(metrics["forward_backward_s"])
+    trainer.add(0, [sample(0, 0, num_sampled=3), sample(0, 1, num_sampled=4), sample(0, 2, num_sampled=2), sample(1, 0, num_sampled=15)])
+    trainer.close(0)
+    events.run(until=lambda: bool(done), limit_s=1e6)
+    assert done == [pytest.approx(expected_s)]
