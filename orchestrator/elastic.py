@@ -30,9 +30,13 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         width=width,
         trainers=(config.trainer.ranks - units.core_ranks) // units.devices,
     )
-    wanted = Orders(parts.membership.num_wanted, parts.trainer_change.record.wanted)  # an earlier orchestrator may have been asked
+    assert parts.given.scale is not None, "who can change its engines has a folder for that"
+    membership, earlier = parts.membership, parts.given.scale.roles()
+    wanted = Orders(membership.num_wanted, parts.trainer_change.record.wanted)  # an earlier orchestrator may have been asked
     roles = Roles(_pool(parts, units), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
-    rule = RoleOrders(roles, units, wanted=wanted)
+    rule = RoleOrders(roles, units, wanted=wanted, num_given_up=membership.num_given_up, now_s=parts.started_s)
+    if earlier is not None:
+        rule.restore(earlier)
     return RoleChanges(
         rule=rule,
         window=RoleWindow(slots=config.engine.max_running, least_steps=WINDOW_STEPS),
@@ -42,8 +46,11 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         progress=parts.progress,
         watch=parts.watch,
         journal=parts.given.journal,
+        folder=parts.given.scale,
         engines_of_unit=units.engines,
         drain_s=drain_s_of(config),
+        missing_s=config.engine.ready_deadline_s,
+        is_first=parts.given.scale.members() is None,
     )
 
 
@@ -52,9 +59,12 @@ def _pool(parts: Parts, units: Units) -> Pool:
     admitted = (parts.schedule.max_staleness + 1) * config.batch.groups_per_step * parts.num_siblings
 
     @functools.cache
+    def may_train(ranks: int) -> bool:
+        return parts.trainer_change.why_not(ranks) is None
+
     def may_be(layout: Layout) -> bool:
         orders = orders_of(layout, units)
-        return orders.engines <= config.engine.most and parts.trainer_change.why_not(orders.trainer) is None
+        return orders.engines + parts.membership.num_given_up <= config.engine.most and may_train(orders.trainer)
 
     return Pool(
         unit_devices=units.devices,
@@ -64,6 +74,7 @@ def _pool(parts: Parts, units: Units) -> Pool:
         most_running=min(admitted, config.pipeline.max_running or admitted),
         switch_s=0.0,
         least_deadline_s=DEADLINES * config.trainer.ready_deadline_s + config.engine.ready_deadline_s,
+        last_step=config.trainer.steps,
         may_be=may_be,
     )
 

@@ -161,6 +161,8 @@ class Parts:
         )
         self.membership = membership_of(config, earlier=given.scale and given.scale.members(), takes_all=given.is_replay)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
+        if not self.membership.goes_on:  # `engine.count` is another one
+            self.trainer_change.keep_engines()
         self.packing = packing_of(config, num_replicas=self.trainer_change.num_replicas)
         self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(

@@ -136,6 +136,11 @@ class Peers:
         """Return False from a failed send until the peer is heard from again."""
         return peer not in self._gone
 
+    def silence_s(self, peer: str) -> float:
+        """Return for how long a peer has said nothing; 0 where it was not heard yet."""
+        now_s = asyncio.get_running_loop().time()
+        return now_s - self._heard_at.get(peer, now_s)
+
     def dismiss(self, stop: Stop) -> None:
         """Tell every peer to end, also one whose process is only being replaced. Silence is no fault from now on."""
         self.is_expected_to_end = True

@@ -52,11 +52,15 @@ class Membership:
         self._request_id = 0
         self._refused = ""
         self.num_wanted = count
+        self.num_given_up = 0
+        """Of these, lost engines that the run does without until they come again: no other one takes their place."""
         self._members = {
             number: Member(engine_id=number, state=State.JOINING, started_by=StartedBy.RUN if number < num_here else StartedBy.JOB)
             for number in range(count)
         }
         self._news: dict[int, Member] = {}
+        self.goes_on = False
+        """An earlier orchestrator of the run had other engines join or leave, or might have."""
 
     def restore(self, earlier: Members) -> None:
         """Take over what an earlier orchestrator of the run has written, unless the settings name another number since.
@@ -70,7 +74,8 @@ class Membership:
             begins_anew = one.state in PRESENT or (one.state is State.LOST and one.started_by is StartedBy.RUN)
             state = State.JOINING if begins_anew else State.LEFT if one.state is State.DRAINING else one.state
             self._put(msgspec.structs.replace(one, state=state, reason="" if begins_anew else one.reason))
-        self.num_wanted = earlier.num_wanted
+        self.num_wanted, self.num_given_up, self.goes_on = earlier.num_wanted, earlier.num_given_up, True
+        self._fill_places()
 
     # --- what is known ---
 
@@ -97,8 +102,8 @@ class Membership:
         return any(member.state is State.DRAINING for member in self._members.values())
 
     def missing(self) -> list[Member]:
-        """Return the engines that are not yet what was asked for: they join or leave, or were lost and have left a place."""
-        is_short = len(self.present()) < self.num_wanted
+        """Return the engines that are not yet what was asked for: they join or leave, or were lost and have left a place that counts."""
+        is_short = len(self.present()) < self.num_wanted - self.num_given_up
         awaited = (State.JOINING, State.DRAINING, *((State.LOST,) if is_short else ()))
         return [self._members[number] for number in sorted(self._members) if self._members[number].state in awaited]
 
@@ -123,6 +128,7 @@ class Membership:
         """Note that an engine has announced itself."""
         self._members.setdefault(engine_id, Member(engine_id=engine_id, state=State.JOINING, started_by=StartedBy.JOB))
         self._move(engine_id, State.LIVE)
+        self._fill_places()
 
     def ended(self, engine_id: int) -> None:
         """Note that an engine's process has ended: another one is to follow, unless it was about to leave."""
@@ -142,16 +148,29 @@ class Membership:
         """Note that an engine that was to leave is gone."""
         self._move(engine_id, State.LEFT, reason)
 
-    def scale(self, request: ScaleRequest, *, refused: str | None = None) -> list[int]:
+    def absent(self) -> list[Member]:
+        """Return the spares that are missing; none where an engine leaves, or one is missing that the run awaits."""
+        missing = self.missing()
+        is_spare = [one.state is State.LOST or (one.state is State.JOINING and one.engine_id not in self.awaited()) for one in missing]
+        return missing if all(is_spare) else []
+
+    def give_up_absent(self, reason: str) -> None:
+        """Do without the spares that are missing until they come again. Who asks for a number of engines after that has others take their
+        places."""
+        for member in self.absent():
+            self._move(member.engine_id, State.LOST, reason)
+        self.num_given_up = max(0, self.num_wanted - len(self.present()))
+
+    def scale(self, request: ScaleRequest, *, refused: str | None = None, keeps_places: bool = False) -> list[int]:
         """Carry out a request, or refuse it, for a reason of its own or the one that is given: return the live engines that are to leave
-        now. A request that was answered changes nothing."""
+        now. A request that was answered changes nothing. With `keeps_places` engines that were given up count as if they were there."""
         if request.request_id <= self._request_id:
             return []
         self._request_id, self._refused = request.request_id, refused or self._why_not(request) or ""
         if self._refused or request.engines is None:
             return []
-        self.num_wanted = request.engines
-        missing = request.engines - len(self.present())
+        self.num_wanted, self.num_given_up = request.engines, self.num_given_up if keeps_places else 0
+        missing = request.engines - self.num_given_up - len(self.present())
         for number in self._to_join()[: max(0, missing)]:
             is_kept = self.state(number) is State.DRAINING
             known = self._members.get(number)
@@ -174,6 +193,7 @@ class Membership:
         return Members(
             members=tuple(self._members[number] for number in sorted(self._members)),
             num_wanted=self.num_wanted,
+            num_given_up=self.num_given_up,
             count=self._count,
             request_id=self._request_id,
             refused=self._refused,
@@ -202,6 +222,10 @@ class Membership:
 
     def _to_leave(self) -> list[int]:
         return sorted(self.present(), key=lambda number: (self.state(number) is State.LIVE, -number))
+
+    def _fill_places(self) -> None:
+        """Count no more places of lost engines than are left."""
+        self.num_given_up = max(0, min(self.num_given_up, self.num_wanted - len(self.present())))
 
     def _move(self, engine_id: int, state: State, reason: str = "") -> None:
         member = self._members[engine_id]

@@ -3,6 +3,12 @@
 A layout counts units, orders count engines and trainer ranks: the same that `pipelinerl scale` gives. So an order by hand is seen by its
 numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no measurement says. After
 `HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
+
+Engines that are lost and given up (`rules.membership`) count in orders, since their places stay open, and not in layouts: the rule shares
+what there is.
+
+What has to outlive the orchestrator is its `record`. Who follows goes on with the change under way: by what the run was asked for it is
+carried out, was taken back meanwhile, or has still to begin, which counts as taken back. It gets its deadline anew.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.roles import Change, EngineProfile, Layout, Roles, Window
 from orchestrator.rules.switch_seconds import SwitchSeconds
 from pipelinerl.config.scaling import Units
+from pipelinerl.runtime.elastic_roles import RoleChange, RolesRecord
 
 
 class Word(enum.StrEnum):
@@ -31,6 +38,10 @@ class Word(enum.StrEnum):
     """Whoever carries it out has gone back to the layout before, or has refused it."""
     BY_HAND = "by hand"
     """Somebody has asked for another layout."""
+    LOST = "lost"
+    """Engines are given up until they come again: the others are shared without them."""
+    AGAIN = "again"
+    """Fewer are given up than before: they have come again, or others are to take their places."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,17 +62,23 @@ class Seen:
 
     wanted: Orders
     """What it was asked for last."""
+    num_given_up: int = 0
+    """Of these, engines that are lost and given up."""
     is_settled: bool
     """The trainer does not change its ranks."""
     is_away: bool
     """No trainer is there, as another one starts."""
     is_whole: bool
-    """It is settled, and every engine and replica that was asked for is there."""
+    """It is settled, and every engine and replica that was asked for is there, but for those given up."""
+    is_short: bool = False
+    """Nobody is missing but engines that are lost."""
     step: int
     """The newest policy."""
     now_s: float
     reason: str = ""
     """Why the last order was refused, or given up; empty where it was not."""
+    given_up: str = ""
+    """Which engines were given up, and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,32 +95,80 @@ class Decision:
 class RoleOrders:
     """The orders of one run."""
 
-    def __init__(self, roles: Roles, units: Units, *, wanted: Orders) -> None:
-        """`wanted` is what the run was asked for when this orchestrator began."""
+    def __init__(self, roles: Roles, units: Units, *, wanted: Orders, num_given_up: int = 0, now_s: float = 0.0) -> None:
+        """`wanted` is what the run was asked for when this orchestrator began, with engines that are given up."""
         self.roles, self.seconds = roles, SwitchSeconds()
-        self._units, self._ordered = units, wanted
-        self._has_units = layout_of(wanted, units, width=roles.layout.width) is not None
-        self._began_s = 0.0
+        self._units, self._num_given_up = units, num_given_up
+        self._ordered = self._before = wanted
+        self._has_units = self._layout_of(wanted) is not None
+        self._began_s = now_s
 
     @property
     def may_plan(self) -> bool:
         """True where no change is under way, and what was asked for are whole units."""
-        return self.roles.change is None and self._has_units
+        return not self.is_changing and self._has_units
+
+    @property
+    def is_changing(self) -> bool:
+        """True until everybody has taken up the role that was ordered, or the change was given up."""
+        return self.roles.change is not None
+
+    @property
+    def record(self) -> RolesRecord:
+        """What an orchestrator that follows has to know."""
+        roles, seconds, change = self.roles, self.seconds, self.roles.change
+        return RolesRecord(
+            ordered=(self._ordered.engines, self._ordered.trainer),
+            epoch=roles.epoch,
+            next_plan=roles.next_plan,
+            num_failed=roles.num_failed,
+            change=change
+            and RoleChange(
+                before=(self._before.engines, self._before.trainer),
+                saved_s=change.saved_s,
+                cost_s=change.cost_s,
+                deadline_s=change.deadline_s,
+            ),
+            first_s=seconds.first_s,
+            num_switches=seconds.num,
+            switches_s=seconds.switches_s,
+            away_s=seconds.all_away_s,
+        )
+
+    def restore(self, earlier: RolesRecord) -> None:
+        """Go on from what an earlier orchestrator has left."""
+        self.seconds = SwitchSeconds(
+            first_s=earlier.first_s, num=earlier.num_switches, switches_s=earlier.switches_s, away_s=earlier.away_s
+        )
+        self._ordered = Orders(*earlier.ordered)
+        change = earlier.change
+        self._before = self._ordered if change is None else Orders(*change.before)
+        layout, after = self._layout_of(self._before), self._layout_of(self._ordered)
+        self._has_units = layout is not None
+        if layout is None:
+            return
+        under_way = None
+        if change is not None and after is not None:
+            said = {"saved_s": change.saved_s, "cost_s": change.cost_s, "deadline_s": change.deadline_s}
+            under_way = Change(epoch=earlier.epoch, before=layout, after=after, **said)
+        self.roles.restore(layout, under_way, epoch=earlier.epoch, next_plan=earlier.next_plan, num_failed=earlier.num_failed)
 
     def orders(self, layout: Layout) -> Orders:
         """Return the orders that make a layout."""
-        return orders_of(layout, self._units)
+        found = orders_of(layout, self._units)
+        return dataclasses.replace(found, engines=found.engines + self._num_given_up)
 
     def follow(self, seen: Seen) -> Decision | None:
         """Return what has become of the change under way, or that somebody else has given an order; None where there is no news."""
         change = self.roles.change
         if change is None:
-            return self._taken_over(seen, Word.BY_HAND) if seen.wanted != self._ordered else None
+            return self._taken_over(seen, Word.BY_HAND) if seen.wanted != self._ordered else self._counted(seen)
         self.seconds.trainer_is(is_away=seen.is_away, now_s=seen.now_s)
         if seen.wanted != self._ordered:
-            is_back = seen.wanted == self.orders(change.before)
+            is_back = seen.wanted == self._before
             return self._taken_over(seen, Word.TAKEN_BACK if is_back else Word.BY_HAND) if seen.is_settled else None
-        if seen.is_whole:
+        adds_engines = change.after.engines > change.before.engines  # else a lost one is none of this change
+        if seen.is_whole or (seen.is_short and seen.is_settled and not adds_engines):
             return self._done(change, seen)
         is_late = seen.is_settled and seen.now_s - self._began_s > change.deadline_s  # a trainer that changes has deadlines of its own
         return self._late(change, seen) if is_late else None
@@ -118,34 +183,56 @@ class RoleOrders:
         self.roles.pool = dataclasses.replace(self.roles.pool, profiles={width: profile}, **seconds)
         change = self.roles.plan(seen.step, window)
         if change is not None:
-            return self._begin(change, seen, Word.BEGINS)
+            return self._begin(change, self.orders(change.after), seen, Word.BEGINS)
         assert self.roles.weighed is not None, "it was due, and there was a window"
         return Decision(word=Word.STAYS, now=self._ordered, then=self.orders(self.roles.weighed.then))
 
-    def _begin(self, change: Change, seen: Seen, word: Word) -> Decision:
-        now, self._ordered, self._began_s = self._ordered, self.orders(change.after), seen.now_s
+    def _begin(self, change: Change, orders: Orders, seen: Seen, word: Word) -> Decision:
+        now = self._before = self._ordered
+        self._ordered, self._began_s = orders, seen.now_s
         self.seconds.began(seen.now_s)
-        return Decision(word=word, now=now, then=self._ordered, orders=self._ordered)
+        return Decision(word=word, now=now, then=orders, orders=orders)
 
     def _done(self, change: Change, seen: Seen) -> Decision:
         self.roles.done(change.epoch)
         self.seconds.ended(seen.now_s)
-        return Decision(word=Word.TAKEN, now=self.orders(change.before), then=self._ordered)
+        return Decision(word=Word.TAKEN, now=self._before, then=self._ordered)
 
     def _late(self, change: Change, seen: Seen) -> Decision:
         if change.is_back or (back := self.roles.late(change.epoch, seen.step)) is None:
             return self._taken_over(seen, Word.LATE)  # there is nothing else to go back to
-        return self._begin(back, seen, Word.LATE)
+        return self._begin(back, self._before, seen, Word.LATE)
 
     def _taken_over(self, seen: Seen, word: Word) -> Decision:
         now, self._ordered = self._ordered, seen.wanted
-        layout = layout_of(seen.wanted, self._units, width=self.roles.layout.width)
+        layout, why_not = self._shared(seen)
+        self.roles.settle(layout, seen.step, has_failed=word is not Word.BY_HAND)
+        reasons = {Word.TAKEN_BACK: seen.reason, Word.LATE: "nor has the change back, and there is nothing else to go back to"}
+        return Decision(word=word, now=now, then=seen.wanted, reason=why_not or reasons.get(word, ""))
+
+    def _counted(self, seen: Seen) -> Decision | None:
+        """Share what there is anew, where more engines are given up than before, or fewer."""
+        before = self._num_given_up
+        if seen.num_given_up == before:
+            return None
+        layout, why_not = self._shared(seen)
+        self.roles.share(layout)
+        is_lost = seen.num_given_up > before
+        reason = " ".join(filter(None, (seen.given_up if is_lost else "", why_not)))
+        return Decision(word=Word.LOST if is_lost else Word.AGAIN, now=seen.wanted, then=seen.wanted, reason=reason)
+
+    def _shared(self, seen: Seen) -> tuple[Layout, str]:
+        """Return the layout that there is now; where that is of no whole units, the one before, and why nothing is planned."""
+        self._num_given_up = seen.num_given_up
+        layout = self._layout_of(seen.wanted)
         self._has_units = layout is not None
-        reason = seen.reason if word is Word.TAKEN_BACK else ""
-        if layout is None:
-            reason = f"{seen.wanted} are no whole units of {self._units.devices} devices: nothing is planned until they are"
-        self.roles.settle(layout or self.roles.layout, seen.step)
-        return Decision(word=word, now=now, then=seen.wanted, reason=reason)
+        there = f"engines={seen.wanted.engines - seen.num_given_up} trainer={seen.wanted.trainer}"
+        why_not = f"{there} are no whole units of {self._units.devices} devices: nothing is planned until they are"
+        return (self.roles.layout, why_not) if layout is None else (layout, "")
+
+    def _layout_of(self, orders: Orders) -> Layout | None:
+        there = dataclasses.replace(orders, engines=orders.engines - self._num_given_up)
+        return layout_of(there, self._units, width=self.roles.layout.width)
 
 
 def orders_of(layout: Layout, units: Units) -> Orders:
@@ -156,6 +243,6 @@ def orders_of(layout: Layout, units: Units) -> Orders:
 def layout_of(orders: Orders, units: Units, *, width: int) -> Layout | None:
     """Return the layout that orders make; None where they are no whole units."""
     further = orders.trainer - units.core_ranks
-    if orders.engines % units.engines or further < 0 or further % units.devices:
+    if orders.engines < 1 or orders.engines % units.engines or further < 0 or further % units.devices:
         return None
     return Layout(engines=orders.engines // units.engines, width=width, trainers=further // units.devices)

@@ -2,15 +2,25 @@
 
 A window begins at a swap boundary with a layout that is whole, and ends at a later one. It counts what has happened since: the engines' own
 reports, each step as the trainer has timed it, and the sampled tokens, trained tokens and waits that the orchestrator counts anyway.
+
+Figures that stop, or cannot be, end a window without a result: an engine that was not heard of for `SILENT_S` may have stood still, and one
+that tells of more seconds than have passed has had its clock put forward. What such a window said would be acted upon for four more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
 from orchestrator.rules.pass_profile import PassProfile, PassSeconds
 from orchestrator.rules.roles import Window
 from pipelinerl.messages import EngineLoad
+
+
+SILENT_S = 10.0
+"""Seconds without a report of an engine, which sends one each second, or a sign of the trainer, which gives one every two, from which on a
+window says nothing. A smaller value gives windows up for a long pass or swap; a larger one takes a process that stands still for a slow one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,8 @@ class RoleWindow:
         self._engines: dict[int, _Engine] = {}
         self._num_steps = 0
         self._working_s = self._replica_s = 0.0
+        self._trained_s = -math.inf
+        """When the last step was heard of."""
 
     def begin(self, counts: Counts) -> None:
         """Begin a window."""
@@ -59,7 +71,7 @@ class RoleWindow:
             self._engines[engine_id] = _Engine(last=engine.last, last_s=engine.last_s)
 
     def stop(self) -> None:
-        """Give the window up: the layout is not whole any more."""
+        """Give the window up: the layout is not whole any more, or figures are missing."""
         self.began = None
 
     def reported(self, load: EngineLoad, *, now_s: float) -> None:
@@ -68,20 +80,34 @@ class RoleWindow:
         if engine is None or load.num_steps < engine.last.num_steps or load.idle_s < engine.last.idle_s:
             self._engines[load.engine_id] = _Engine(last=load, last_s=now_s)
             return
-        before = engine.last
+        before, elapsed_s = engine.last, now_s - engine.last_s
+        if elapsed_s > SILENT_S or not can_have_passed(load.busy_s - before.busy_s, elapsed_s=elapsed_s):
+            self._engines[load.engine_id] = _Engine(last=load, last_s=now_s)
+            self.stop()
+            return
         self.profile.reported(before, load)
         engine.passes += load.num_steps - before.num_steps
         engine.tokens += load.num_tokens - before.num_tokens
         engine.context += load.num_context_tokens - before.num_context_tokens
-        engine.seconds += max(0.0, now_s - engine.last_s - (load.idle_s - before.idle_s))
+        engine.seconds += max(0.0, elapsed_s - (load.idle_s - before.idle_s))
         engine.last, engine.last_s = load, now_s
 
     def lost(self, engine_id: int) -> None:
         """Note that an engine is gone."""
         self._engines.pop(engine_id, None)
+        self.stop()
 
-    def trained(self, *, working_s: float, num_replicas: float) -> None:
+    def is_heard(self, engine_ids: Iterable[int], *, now_s: float) -> bool:
+        """Return whether all of these engines have reported lately."""
+        engines = map(self._engines.get, engine_ids)
+        return all(engine is not None and now_s - engine.last_s <= SILENT_S for engine in engines)
+
+    def trained(self, *, working_s: float, num_replicas: float, now_s: float) -> None:
         """Note a step for which each of so many replicas has worked, its waits for rows left out."""
+        elapsed_s, self._trained_s = now_s - self._trained_s, now_s
+        if not can_have_passed(working_s, elapsed_s=elapsed_s):
+            self.stop()
+            return
         self._num_steps += 1
         self._working_s += working_s
         self._replica_s += working_s * num_replicas
@@ -114,3 +140,8 @@ class RoleWindow:
             recompute_s=passes_s.b,  # a token that is computed anew costs what one more in a pass does
         )
         return window, passes_s
+
+
+def can_have_passed(seconds: float, *, elapsed_s: float) -> bool:
+    """Return whether a process may have been busy for so many seconds meanwhile; what it sends may come a little late."""
+    return math.isfinite(seconds) and 0 <= seconds <= elapsed_s + SILENT_S

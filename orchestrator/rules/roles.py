@@ -28,7 +28,8 @@ in a live run; else 0.
 
 Each change has an epoch. It is over when every unit says so; after its deadline the layout before it is taken up again, and the rule plans
 nothing for `HOLD_WINDOWS`. The same holds where whoever carries it out has taken it back, and where a person has asked for a layout of
-their own, which the rule then plans from. Without a measurement it plans nothing at all.
+their own, which the rule then plans from. Each change that fails right after another one doubles this rest, up to `MAX_REST` times: a
+layout that never starts costs two restarts with every try. Without a measurement it plans nothing at all.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ LEAST_GAIN = 0.05
 """Part by which the other layout has to be faster, whatever it costs: rates of a window are no surer than that."""
 HOLD_WINDOWS = 2
 """Windows without a plan after a change that did not end in time. 0 would try the same one again at once."""
+MAX_REST = 64
+"""Times by which a rest may become longer: with `HOLD_WINDOWS`, 128 windows. A larger value finds out later that a cause is gone."""
 PATIENCE = 3.0
 """Times its expected seconds that a change may take."""
 
@@ -128,6 +131,8 @@ class Pool:
     """Of these, seconds in which the core does not train, where replicas join or leave it."""
     least_deadline_s: float = 0.0
     """Seconds that a change may take in any case: whoever carries it out has deadlines of their own."""
+    last_step: float = math.inf
+    """The step with which the run ends, and with it what a change saves."""
     may_be: Callable[[Layout], bool] = lambda layout: True
     """Returns whether the run could have this layout."""
 
@@ -172,7 +177,7 @@ class Weighed:
     """Sampled tokens per second."""
     speed_then: float
     saved_s: float
-    """Seconds that `HORIZON` windows save."""
+    """Seconds that `HORIZON` windows save, or as many as the run has left."""
     cost_s: float
 
     @property
@@ -212,7 +217,11 @@ class Roles:
         """The change under way."""
         self.weighed: Weighed | None = None
         """What the last window has said; None before the first."""
-        self._least_steps = self._window_steps = self._next_plan = window_steps
+        self.num_failed = 0
+        """Changes in a row that were given up or taken back."""
+        self.next_plan = window_steps
+        """The first step after which it plans."""
+        self._least_steps = self._window_steps = window_steps
         self._context: float | None = None
         """Of the window before the last."""
         self._slowness: dict[int, float] = {}
@@ -220,17 +229,18 @@ class Roles:
 
     def is_due(self, step: int) -> bool:
         """Return whether a window ends with the policy of this step."""
-        return self.change is None and step >= self._next_plan
+        return self.change is None and step >= self.next_plan
 
     def plan(self, step: int, window: Window | None) -> Change | None:
         """Return the change that begins at this swap boundary; None where the layout stays."""
         if not self.is_due(step) or window is None:
             return None
-        self._next_plan, self._window_steps = step + self._least_steps, window.num_steps
+        self.next_plan, self._window_steps = step + self._least_steps, window.num_steps
         self._note_slowness(window)
         before, self._context = self._context or window.context, window.context
         window = dataclasses.replace(window, context=min(2.0, max(0.5, 2 - before / window.context)) * window.context)
-        weighed = self.weighed = self._weigh(window)
+        horizon = min(HORIZON, (self.pool.last_step - step) / window.num_steps)
+        weighed = self.weighed = self._weigh(window, horizon=horizon)
         if not weighed.pays:
             return None
         step_s = window.tokens / window.num_steps / weighed.speed_now
@@ -239,6 +249,7 @@ class Roles:
     def done(self, epoch: int) -> None:
         """Note that every unit has taken up its role. A change that was given up meanwhile is another epoch's."""
         if self.change is not None and self.change.epoch == epoch:
+            self.num_failed = self.num_failed if self.change.is_back else 0
             self.layout, self.change = self.change.after, None
 
     def late(self, epoch: int, step: int) -> Change | None:
@@ -246,17 +257,29 @@ class Roles:
         late = self.change
         if late is None or late.epoch != epoch:
             return None
-        self.layout, self._next_plan = late.after, self._after_rest(step)
+        self.layout = late.after
+        self._rest(step, has_failed=True)
         return self._begin(late.before, saved_s=0.0, cost_s=late.cost_s, step_s=late.deadline_s / PATIENCE)
 
-    def settle(self, layout: Layout, step: int) -> None:
+    def settle(self, layout: Layout, step: int, *, has_failed: bool = False) -> None:
         """Take up a layout that is not this rule's choice: one that was taken back by whoever carries changes out, or a person's."""
-        self.layout, self.change, self._context, self._next_plan = layout, None, None, self._after_rest(step)
+        self.layout, self.change, self._context = layout, None, None
+        self._rest(step, has_failed=has_failed)
 
-    def _after_rest(self, step: int) -> int:
-        return step + HOLD_WINDOWS * self._window_steps
+    def restore(self, layout: Layout, change: Change | None, *, epoch: int, next_plan: int, num_failed: int) -> None:
+        """Go on where the rule of an earlier process was: with this layout, or under way from it."""
+        self.layout, self.change, self.epoch, self.next_plan, self.num_failed = layout, change, epoch, next_plan, num_failed
 
-    def _weigh(self, window: Window) -> Weighed:
+    def share(self, layout: Layout) -> None:
+        """Take up a layout with other units than before: some are lost, or have come again. Nothing rests for that."""
+        self.layout, self._context = layout, None
+
+    def _rest(self, step: int, *, has_failed: bool) -> None:
+        self.num_failed = self.num_failed + 1 if has_failed else 0
+        times = min(MAX_REST, 2 ** max(0, self.num_failed - 1))
+        self.next_plan = step + times * HOLD_WINDOWS * self._window_steps
+
+    def _weigh(self, window: Window, *, horizon: float) -> Weighed:
         """Compare the present layout with the fastest that the run could have; of two that are as fast, the one that keeps most units."""
         layouts = sorted(
             self._layouts(window),
@@ -265,7 +288,7 @@ class Roles:
         )
         then = next(layout for layout in layouts if layout == self.layout or self.pool.may_be(layout))
         speed_now, speed_then = self._speed(self.layout, window), self._speed(then, window)
-        saved_s = HORIZON * (window.tokens / speed_now - window.tokens / speed_then)
+        saved_s = horizon * (window.tokens / speed_now - window.tokens / speed_then)
         return Weighed(
             now=self.layout, then=then, speed_now=speed_now, speed_then=speed_then, saved_s=saved_s, cost_s=self._cost_s(then, window)
         )

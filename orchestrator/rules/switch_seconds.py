@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 FIRST_S = 60.0
-"""Seconds of a change that are assumed where nothing of this run was measured, as where an orchestrator finds everybody at work already.
+"""Seconds of a change that are assumed where nothing of this run was measured, as where the orchestrator that has seen it begin is gone.
 The simulator's examples assume as much."""
 
 
 class SwitchSeconds:
     """The changes of one run that were carried out."""
 
-    def __init__(self) -> None:
-        self._first_s = FIRST_S
-        self._switches: list[tuple[float, float]] = []
-        self._began_s = self._away_s = 0.0
+    def __init__(self, *, first_s: float | None = None, num: int = 0, switches_s: float = 0.0, away_s: float = 0.0) -> None:
+        """`first_s` are the seconds of the run's start, None where nobody has seen it; the rest is of changes that are over."""
+        self.first_s = first_s
+        self.num, self.switches_s, self.all_away_s = num, switches_s, away_s
+        """Changes that were carried out, the seconds of all of them, and of these, those without a trainer."""
+        self._began_s: float | None = None
+        self._away_s = 0.0
         self._away_since_s: float | None = None
 
     def started(self, start_s: float) -> None:
         """Note that engines and trainer have taken so long to load at the run's start, as they will again in a change."""
-        self._first_s = start_s
+        self.first_s = start_s
 
     def began(self, now_s: float) -> None:
         """Note that a change begins."""
@@ -32,19 +35,22 @@ class SwitchSeconds:
             self._away_s, self._away_since_s = self._away_s + now_s - self._away_since_s, None
 
     def ended(self, now_s: float) -> None:
-        """Note that everybody has taken up their role."""
-        self._switches.append((now_s - self._began_s, self._away_s))
+        """Note that everybody has taken up their role. A change whose beginning another orchestrator has seen says nothing."""
+        if self._began_s is not None:
+            self.num += 1
+            self.switches_s, self.all_away_s = self.switches_s + now_s - self._began_s, self.all_away_s + self._away_s
+        self._began_s = None
 
     @property
     def switch_s(self) -> float:
         """Seconds from the decision until everybody has taken up their role."""
-        return self._mean(0)
+        return self._mean(self.switches_s)
 
     @property
     def away_s(self) -> float:
         """Of these, seconds without a trainer."""
-        return self._mean(1)
+        return self._mean(self.all_away_s)
 
-    def _mean(self, place: int) -> float:
-        measured = [one[place] for one in self._switches]
-        return sum(measured) / len(measured) if measured else self._first_s
+    def _mean(self, total_s: float) -> float:
+        first_s = FIRST_S if self.first_s is None else self.first_s
+        return total_s / self.num if self.num else first_s

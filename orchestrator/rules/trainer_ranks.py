@@ -59,11 +59,11 @@ class TrainerChange:
         why = self._why_not_ranks(ranks)
         return None if why is None else f"trainer={ranks}: {why}"
 
-    def begin(self, ranks: int) -> None:
-        """Have the trainer save, to go on with so many ranks."""
+    def begin(self, ranks: int, *, engines_before: int | None = None) -> None:
+        """Have the trainer save, to go on with so many ranks; where it is given up, the run is to have so many engines again."""
         assert self.record.phase is Phase.SETTLED, "one change at a time"
-        before = self.record.ranks
-        self._put(wanted=ranks, before=before, phase=Phase.SAVING, epoch=self.record.epoch + 1, is_back=False, reason="")
+        begins = {"phase": Phase.SAVING, "epoch": self.record.epoch + 1, "is_back": False, "reason": ""}
+        self._put(wanted=ranks, before=self.record.ranks, engines_before=engines_before, **begins)
 
     def saved(self) -> None:
         """Note that the trainer has saved: from now on one of the ranks that were asked for is to be started."""
@@ -71,7 +71,16 @@ class TrainerChange:
 
     def done(self) -> None:
         """Note that every replica of the trainer that was awaited has announced itself."""
-        self._put(phase=Phase.SETTLED)
+        self._put(phase=Phase.SETTLED, engines_before=self.record.engines_before if self.record.is_back else None)
+
+    def keep_engines(self) -> None:
+        """Note that the engines that there are stay, whatever becomes of the change."""
+        self._put(engines_before=None)
+
+    @property
+    def engines_back(self) -> int | None:
+        """The engines that the run is to have again, as a change was given up; None where none was, or they are no matter of it."""
+        return self.record.engines_before if self.record.phase is Phase.SETTLED else None
 
     def give_up(self, reason: str) -> bool:
         """Go back to the ranks before; return False where that is what does not start."""

@@ -1,23 +1,29 @@
 """Has the rule of elastic roles (`rules.role_orders`) drive a live run: it measures windows from swap boundary to swap boundary, asks the
 rule, and says in the journal what was decided on which figures. `stages.scaling` carries out what it orders.
+
+What the rule has decided is in the run's folder before anybody acts upon it: an orchestrator may be killed at any moment, and the one that
+follows goes on with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+from collections.abc import Iterable
 
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
 from orchestrator.rules.admission import ENGINES_FULL
 from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word
-from orchestrator.rules.role_window import Counts, RoleWindow
+from orchestrator.rules.role_window import SILENT_S, Counts, RoleWindow
 from orchestrator.rules.roles import Window
 from orchestrator.rules.trainer_ranks import TrainerChange
 from orchestrator.stages.training import Training
 from pipelinerl.messages import EngineLoad, StepDone
 from pipelinerl.observe.journal import Journal
+from pipelinerl.runtime.membership import Member, ScaleFolder, State
 from pipelinerl.runtime.trainer_ranks import Phase
 from pipelinerl.runtime.watch import Watch
 
@@ -30,7 +36,9 @@ _NOT_HELD = (ENGINES_FULL, "completions")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RoleChanges:
-    """Waits for nothing: whoever carries orders out looks here twice a second, and asks for those that are to be carried out now."""
+    """Waits for engines that are missing, and no change of its own is under way, for `missing_s`; else for nothing: whoever carries orders
+    out looks here twice a second, and asks for those that are to be carried out now.
+    """
 
     rule: RoleOrders
     window: RoleWindow
@@ -40,12 +48,22 @@ class RoleChanges:
     progress: Progress
     watch: Watch
     journal: Journal
+    folder: ScaleFolder
     engines_of_unit: int
     drain_s: float
     """Seconds that engines which leave may take to end what they have."""
+    missing_s: float
+    """Seconds in which a spare that is missing has to come, or come again; then what there is is shared without it."""
+    is_first: bool
+    """No orchestrator of this run was there before."""
     _boundary: Counts | None = dataclasses.field(default=None, init=False)
     """What was counted at the last swap boundary; None once that was looked at."""
     _has_started: bool = dataclasses.field(default=False, init=False)
+    _missing_since_s: float | None = dataclasses.field(default=None, init=False)
+    """Since when spares have been missing; None where none are."""
+    _given_up: str = dataclasses.field(default="", init=False)
+    """Which engines were given up last, and why."""
+    _looked_s: float = dataclasses.field(default=0.0, init=False)
     _told: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
     """The figures of the last window."""
 
@@ -57,6 +75,7 @@ class RoleChanges:
     def look(self) -> Orders | None:
         """Return the orders that are to be carried out now; None where there are none."""
         boundary, self._boundary = self._boundary, None
+        self._give_up_missing()
         seen = self._seen()
         self._note_start(seen)
         decision = self.rule.follow(seen)
@@ -65,12 +84,14 @@ class RoleChanges:
         if decision is None:
             return None
         self._tell(decision)
+        self.folder.remember_roles(self.rule.record)
         return decision.orders
 
     def _plan(self, seen: Seen, boundary: Counts | None) -> Decision | None:
         """Begin a window, or end it and ask the rule, where a swap boundary was."""
         window, seconds = self.window, self.rule.seconds
-        if not (seen.is_whole and self.rule.may_plan):
+        is_heard = self._is_heard(seen.now_s)
+        if not (seen.is_whole and self.rule.may_plan and is_heard):
             window.stop()
         elif boundary is not None and window.began is None:
             window.begin(boundary)
@@ -86,23 +107,49 @@ class RoleChanges:
     def _seen(self) -> Seen:
         record, membership = self.change.record, self.engines.membership
         is_settled = record.phase is Phase.SETTLED
-        is_there = self.training.session.is_whole and not membership.missing()
+        missing, has_trainer = membership.missing(), self.training.session.is_whole
         return Seen(
             wanted=Orders(membership.num_wanted, record.wanted),
+            num_given_up=membership.num_given_up,
             is_settled=is_settled,
             is_away=record.phase is Phase.STARTING,
-            is_whole=is_settled and is_there,
+            is_whole=is_settled and has_trainer and not missing,
+            is_short=has_trainer and all(member.state is State.LOST for member in missing),
             step=self.training.last_version,
             now_s=_now_s(),
             reason=membership.record().refused or record.reason,
+            given_up=self._given_up,
         )
 
+    def _give_up_missing(self) -> None:
+        """Do without the spares that have been missing for too long while nothing changes."""
+        membership, now_s = self.engines.membership, _now_s()
+        is_settled = self.change.record.phase is Phase.SETTLED and not self.rule.is_changing
+        absent = membership.absent() if is_settled else []
+        if not absent:
+            self._missing_since_s = None
+        elif self._missing_since_s is None:
+            self._missing_since_s = now_s
+        elif now_s - self._missing_since_s > self.missing_s:
+            names = ", ".join(f"engine-{member.engine_id}" for member in absent)
+            self._given_up = f"waited {self.missing_s:g} s for {names} to come{_last_words(absent)}"
+            membership.give_up_absent(f"it has not come within {self.missing_s:g} s")
+            self.folder.publish(membership.record())
+
+    def _is_heard(self, now_s: float) -> bool:
+        """Return whether every engine and the trainer were heard of lately, and this process itself has not stood still."""
+        before_s, self._looked_s = self._looked_s, now_s
+        session = self.training.session
+        silent_s = [now_s - before_s, *(session.trainer.silence_s(f"trainer-{replica}") for replica in session.replicas)]
+        return max(silent_s) <= SILENT_S and self.window.is_heard((engine.engine_id for engine in self.engines), now_s=now_s)
+
     def _note_start(self, seen: Seen) -> None:
-        """Note how long everybody took to load, once they are there, unless they had before this orchestrator began."""
+        """Note how long everybody took to load, once they are there: who follows an orchestrator may find them at work."""
         if not self._has_started and seen.is_whole:
             self._has_started = True
-            if not any(engine.ready.version for engine in self.engines):
+            if self.is_first:
                 self.rule.seconds.started(seen.now_s - self.progress.started_s)
+                self.folder.remember_roles(self.rule.record)
 
     # --- what is heard ---
 
@@ -110,9 +157,9 @@ class RoleChanges:
         self.window.reported(load, now_s=_now_s())
 
     def _trained(self, done: StepDone) -> None:
-        rate = done.metrics.get("tokens_per_s", 0.0)
-        working_s = done.metrics.get("num_tokens", 0.0) / rate if rate else 0.0
-        self.window.trained(working_s=working_s, num_replicas=self.change.num_replicas)
+        num_tokens, rate = (done.metrics.get(name, math.nan) for name in ("num_tokens", "tokens_per_s"))
+        working_s = 0.0 if num_tokens == 0 else num_tokens / (rate or math.nan)
+        self.window.trained(working_s=working_s, num_replicas=self.change.num_replicas, now_s=_now_s())
         self._boundary = self._counts()
 
     def _counts(self) -> Counts:
@@ -147,6 +194,11 @@ class RoleChanges:
             reason=decision.reason,
             **figures,
         )
+
+
+def _last_words(members: Iterable[Member]) -> str:
+    words = "; ".join(f"engine-{member.engine_id}: {member.reason}" for member in members if member.reason)
+    return f" ({words})" if words else ""
 
 
 def _now_s() -> float:

@@ -62,7 +62,9 @@ class Scaling:
         async with asyncio.TaskGroup() as self._tasks:
             tasks = self._tasks
             if self.trainer.change.record.phase is Phase.STARTING:  # an orchestrator that is gone had asked for it
-                tasks.create_task(self.trainer.until_started())
+                tasks.create_task(self._until_started(tasks))
+            else:
+                self._take_engines_back(tasks)
             while True:
                 self._look(tasks)
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -118,13 +120,15 @@ class Scaling:
             return
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
         request = ScaleRequest(request_id=number, engines=orders.engines, trainer=orders.trainer, drain_s=roles.drain_s)
-        self._scale(request, tasks)  # where it is refused, the next look sees that nothing of it was carried out
+        self._scale(request, tasks, keeps_places=True)  # where it is refused, the next look sees that nothing of it was carried out
 
-    def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
-        """Have engines join or leave, and the trainer change, or refuse all of the request."""
-        change, num_before = self.trainer.change, self.membership.num_wanted
+    def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, keeps_places: bool = False) -> None:
+        """Have engines join or leave, and the trainer change, or refuse all of the request. See `Membership.scale` of `keeps_places`."""
+        change, membership = self.trainer.change, self.membership
+        num_before = membership.num_wanted - (0 if keeps_places else membership.num_given_up)
         ranks = asked.trainer if asked.trainer != change.record.wanted else None
-        leaving = self.membership.scale(asked, refused=None if ranks is None else change.why_not(ranks))
+        refused = None if ranks is None else change.why_not(ranks)
+        leaving = self.membership.scale(asked, refused=refused, keeps_places=keeps_places)
         record = self.membership.record()
         self.journal.write(
             "scale",
@@ -135,8 +139,10 @@ class Scaling:
             refused=record.refused,
         )
         if ranks is not None and not record.refused:  # before engines that join are told of: they may be meant for what the trainer leaves
-            self.trainer.begin(ranks)
-            tasks.create_task(self._change_trainer(asked.engines, num_before, tasks))
+            self.trainer.begin(ranks, engines_before=None if asked.engines is None else num_before)
+            tasks.create_task(self._change_trainer(tasks))
+        elif asked.engines is not None and not record.refused and asked.engines != change.record.engines_before:
+            self.trainer.keep_engines()
         for engine in list(self.engines):
             if engine.leaves_for and self.membership.state(engine.engine_id) is State.LIVE:  # it stays after all
                 self.engines.leave(engine, "")
@@ -149,15 +155,26 @@ class Scaling:
                 self.engines.dismiss(member.engine_id, member.reason)
         self.folder.publish(record)
 
-    async def _change_trainer(self, num_engines: int | None, num_before: int, tasks: asyncio.TaskGroup) -> None:
-        """Change the trainer's ranks once engines that leave have left; where that fails, have as many engines as before, unless somebody
-        has asked for another number than `num_engines` since."""
+    async def _change_trainer(self, tasks: asyncio.TaskGroup) -> None:
+        """Change the trainer's ranks once engines that leave have left."""
         while self.membership.is_draining():  # each is given up after its own deadline
             await self.credits.wait()
-        if not await self.trainer.carry_out() and self.membership.num_wanted == num_engines:
-            newest = self.membership.record().request_id
-            self._scale(ScaleRequest(request_id=newest + 1, engines=num_before), tasks)
-            self._tell()
+        if not await self.trainer.carry_out():
+            self._take_engines_back(tasks)
+
+    async def _until_started(self, tasks: asyncio.TaskGroup) -> None:
+        if not await self.trainer.until_started():
+            self._take_engines_back(tasks)
+
+    def _take_engines_back(self, tasks: asyncio.TaskGroup) -> None:
+        """Where the trainer's change was given up, have as many engines as before, unless somebody has asked for another number since. An
+        orchestrator that is gone may have had no time to."""
+        if (engines := self.trainer.change.engines_back) is None:
+            return
+        newest = self.membership.record().request_id
+        self._scale(ScaleRequest(request_id=newest + 1, engines=engines), tasks, keeps_places=True)
+        self.trainer.keep_engines()
+        self._tell()
 
     async def _drain(self, engine: Engine, *, drain_s: float) -> None:
         try:

@@ -62,10 +62,17 @@ class TrainerRestart:
             if said.epoch == self.change.record.epoch:
                 self._give_up_waiting(said.reason)
 
-    def begin(self, ranks: int) -> None:
-        """Have the trainer go on with so many ranks, once `carry_out` is called: from now on no other change is."""
-        self.change.begin(ranks)
+    def begin(self, ranks: int, *, engines_before: int | None) -> None:
+        """Have the trainer go on with so many ranks, once `carry_out` is called: from now on no other change is. Where it is given up, the
+        run is to have so many engines again; None where it keeps those that it has."""
+        self.change.begin(ranks, engines_before=engines_before)
         self.tell()
+
+    def keep_engines(self) -> None:
+        """Have engines stay as they are, whatever becomes of the change."""
+        if self.change.record.engines_before is not None:
+            self.change.keep_engines()
+            self.folder.publish_trainer(self.change.record)
 
     async def carry_out(self) -> bool:
         """Carry out the change that has begun; return False where the trainer goes on as before.

@@ -3,6 +3,7 @@
 `request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
 it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` when they will not serve any more.
 `trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
+`elastic.json` is what the rule of elastic roles remembers (`elastic_roles`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.runtime.elastic_roles import RolesRecord
 from pipelinerl.runtime.trainer_ranks import TrainerFailed, TrainerRanks
 
 MAX_ENGINES = 1 << 16
@@ -68,6 +70,8 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_ENGINES)]
     num_wanted: int
     """The number of engines that was asked for."""
+    num_given_up: int = 0
+    """Of these, lost ones that the run does without until they come again: no other engine takes their place."""
     count: int
     """`engine.count` of the settings under which it was written: a run that goes on with another one begins anew."""
     request_id: int = 0
@@ -97,7 +101,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
 
 
-_T = TypeVar("_T", ScaleRequest, Members, Gone, TrainerRanks, TrainerFailed)
+_T = TypeVar("_T", ScaleRequest, Members, Gone, TrainerRanks, TrainerFailed, RolesRecord)
 
 
 class ScaleFolder:
@@ -154,6 +158,14 @@ class ScaleFolder:
     def trainer_failed(self) -> TrainerFailed | None:
         """Return the last word about a trainer that does not start; None where there was none."""
         return self._read(self._folder / "trainer-failed.json", TrainerFailed)
+
+    def remember_roles(self, record: RolesRecord) -> None:
+        """Leave to the orchestrator that follows what the rule of elastic roles knows."""
+        self._write("elastic.json", record)
+
+    def roles(self) -> RolesRecord | None:
+        """Return what the rule of elastic roles of an earlier orchestrator has left; None where there was none."""
+        return self._read(self._folder / "elastic.json", RolesRecord)
 
     def _write(self, name: str, value: msgspec.Struct) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -12,7 +12,7 @@ class RolesRow:
     t: float = 0.0
     """Unix seconds."""
     word: str = ""
-    """stays, begins, taken, late, taken back or by hand."""
+    """stays, begins, taken, late, taken back, by hand, lost or again."""
     engines: int = 0
     trainer: int = 0
     """Ranks; these two before the decision."""
@@ -50,6 +50,10 @@ class RolesRow:
                 return f"roles have not changed in time: {then} again{why}"
             case "taken back":
                 return f"roles stay {then}: the change was taken back{why}"
+            case "lost":
+                return f"roles are shared without engines that are lost: {then} with their places{why}"
+            case "again":
+                return f"roles are shared with engines that have come again: {then}{why}"
             case "by hand":
                 return f"roles are {then}, as was asked for by hand{why}"
             case _:

@@ -143,3 +143,61 @@ def test_a_damaged_file_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "scale" / "request.json").write_text("{")
     with pytest.raises(ConfigError, match=r"request\.json is not what this program writes there"):
         folder.asked()
+
+
+def short(*, started_by: StartedBy = StartedBy.JOB) -> Membership:
+    """A run of two engines that a spare has joined, which is lost."""
+    engines = live(2)
+    engines.scale(request(1, 3, started_by=started_by))
+    engines.joined(2)
+    engines.lost(2, "its machine was taken")
+    return engines
+
+
+def test_a_lost_spare_is_given_up_its_place_stays_open_and_it_is_taken_back() -> None:
+    engines = short()
+    assert [one.engine_id for one in engines.absent()] == [2]
+    engines.give_up_absent("it has not come within 60 s")
+    assert (engines.num_wanted, engines.num_given_up, engines.missing(), engines.absent()) == (3, 1, [], [])
+    engines.scale(request(2, 2), keeps_places=True)
+    assert (states(engines), engines.num_wanted) == ("LD?", 2), "one leaves, though two were wanted and two are there"
+    engines.left(1, "done")
+    assert engines.may_join(2)
+    engines.joined(2)
+    assert (states(engines), engines.num_given_up, engines.missing()) == ("LxL", 0, [])
+
+
+def test_who_asks_for_a_number_has_others_take_the_place_of_who_is_given_up() -> None:
+    engines = short()
+    engines.give_up_absent("")
+    engines.scale(request(2, 3))
+    assert (states(engines), engines.num_given_up) == ("LL?J", 0)
+    engines.joined(3)
+    assert not engines.may_join(2)
+
+
+def test_a_spare_that_never_comes_is_given_up_and_one_that_the_run_awaits_is_not() -> None:
+    engines = live(2)
+    engines.scale(request(1, 3))
+    engines.give_up_absent("it has not come within 60 s")
+    assert (states(engines), engines.num_given_up, engines.missing()) == ("LL?", 1, [])
+    awaited = live(2)
+    awaited.ended(1)
+    assert (states(awaited), awaited.absent()) == ("LJ", [])
+    both = short()
+    both.ended(1)
+    assert both.absent() == [], "its launcher starts it again, and then it is seen what there is"
+
+
+def test_who_follows_knows_who_was_given_up() -> None:
+    engines = short()
+    engines.give_up_absent("")
+    follows = Membership(count=2, most=8)
+    follows.restore(engines.record())
+    assert (follows.num_wanted, follows.num_given_up, follows.goes_on) == (3, 1, True)
+    assert {one.engine_id for one in follows.missing()} == {0, 1}, "everybody has to announce themselves anew"
+    follows.joined(2)
+    assert follows.num_given_up == 0
+    other = Membership(count=4, most=8)
+    other.restore(engines.record())
+    assert (other.num_wanted, other.num_given_up, other.goes_on) == (4, 0, False)

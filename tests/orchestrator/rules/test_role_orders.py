@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from orchestrator.rules.pass_profile import PassSeconds
@@ -17,6 +18,7 @@ from orchestrator.rules.switch_seconds import FIRST_S, SwitchSeconds
 from pipelinerl.config.layout import Layout as TrainerLayout
 from pipelinerl.config.scaling import Units, units_of
 from pipelinerl.config.sections import EngineSection
+from pipelinerl.runtime.elastic_roles import RolesRecord
 
 ONE = Units(devices=1, engines=1, core_ranks=1, ranks_per_replica=1)
 PASSES = PassSeconds(a=0.01, b=0.001, c=0.0)
@@ -192,3 +194,128 @@ def test_orders_that_are_no_whole_units_have_no_layout_and_nothing_is_planned_fr
     assert not found.may_plan
     assert found.follow(seen(Orders(4, 2))) is not None
     assert found.may_plan
+
+
+def followed(before: RoleOrders, *, wanted: Orders, num_given_up: int = 0) -> RoleOrders:
+    """The rule of the orchestrator that takes another's place."""
+    after = rule(start_s=99.0)
+    found = RoleOrders(after.roles, ONE, wanted=wanted, num_given_up=num_given_up)
+    found.restore(msgspec.json.decode(msgspec.json.encode(before.record), type=RolesRecord))
+    return found
+
+
+def test_another_orchestrator_knows_what_changes_have_taken_and_until_when_nothing_is_planned():
+    first = rule(start_s=12.0)
+    assert followed(first, wanted=BEGAN).seconds.switch_s == 12.0
+    planned(first)
+    first.follow(seen(OTHER, now_s=3.0, away=True))
+    first.follow(seen(OTHER, now_s=9.0, whole=False))
+    first.follow(seen(OTHER, now_s=20.0))
+    after = followed(first, wanted=OTHER)
+    assert (after.seconds.switch_s, after.seconds.away_s) == (pytest.approx(20), pytest.approx(6))
+    assert (after.roles.layout, after.roles.epoch) == (Layout(engines=2, width=1, trainers=1), 1)
+    assert after.follow(seen(OTHER)) is None
+    assert planned(after, step=3, wanted=OTHER) is None
+    assert planned(after, step=4, wanted=OTHER) is not None
+    assert RoleOrders(rule().roles, ONE, wanted=BEGAN).seconds.switch_s == FIRST_S, "nobody has seen this one begin"
+
+
+def test_another_orchestrator_follows_the_change_under_way_and_does_not_count_what_it_has_not_seen():
+    first = rule(deadline_s=400.0)
+    planned(first)
+    after = followed(first, wanted=OTHER)
+    assert not after.may_plan
+    assert after.follow(seen(OTHER, now_s=5.0, away=True)) is None
+    taken = after.follow(seen(OTHER, now_s=6.0))
+    assert taken is not None
+    assert (taken.word, taken.now, taken.then) == (Word.TAKEN, BEGAN, OTHER)
+    assert after.roles.layout == Layout(engines=2, width=1, trainers=1)
+    assert after.seconds.num == 0
+    late = followed(first, wanted=OTHER).follow(seen(OTHER, now_s=401.0, whole=False))
+    assert late is not None
+    assert (late.word, late.orders) == (Word.LATE, BEGAN), "its deadline has begun anew"
+
+
+@pytest.mark.parametrize(("wanted", "word"), [(BEGAN, Word.TAKEN_BACK), (Orders(4, 2), Word.BY_HAND)])
+def test_another_orchestrator_sees_that_a_change_was_taken_back_or_overruled_meanwhile(wanted: Orders, word: Word):
+    first = rule()
+    planned(first)
+    after = followed(first, wanted=wanted)
+    found = after.follow(seen(wanted, step=3))
+    assert found is not None
+    assert (found.word, found.then) == (word, wanted)
+    assert after.may_plan
+    assert planned(after, step=3, wanted=wanted) is None
+
+
+def test_a_change_back_outlives_the_orchestrator_and_is_not_taken_back_again():
+    first = rule(deadline_s=400.0)
+    planned(first)
+    first.follow(seen(OTHER, now_s=401.0, whole=False))
+    after = followed(first, wanted=BEGAN)
+    again = after.follow(seen(BEGAN, now_s=500.0, whole=False))
+    assert again is not None
+    assert (again.word, again.orders) == (Word.LATE, None)
+    assert after.roles.num_failed == 2
+
+
+LOST = dataclasses.replace(seen(BEGAN), num_given_up=1, given_up="waited 60 s for engine-2 to come")
+
+
+def test_what_there_is_is_shared_without_an_engine_that_is_given_up_and_with_it_once_it_is_there_again():
+    found = rule()
+    lost = found.follow(LOST)
+    assert lost is not None
+    assert (lost.word, lost.then, lost.reason) == (Word.LOST, BEGAN, "waited 60 s for engine-2 to come")
+    assert found.roles.layout == Layout(engines=2, width=1)
+    assert found.follow(LOST) is None, "it is said once"
+    begun = found.plan(LOST, WINDOW, PASSES, slots=10, room=1e9)
+    assert begun is not None
+    assert begun.orders == OTHER, "one engine, two ranks, and the place of the one that is lost"
+    assert found.follow(dataclasses.replace(LOST, wanted=OTHER)) is not None
+    assert found.roles.layout == Layout(engines=1, width=1, trainers=1)
+    assert found.follow(dataclasses.replace(LOST, wanted=OTHER)) is None
+    again = found.follow(seen(OTHER))
+    assert again is not None
+    assert (again.word, again.reason) == (Word.AGAIN, "")
+    assert found.roles.layout == Layout(engines=2, width=1, trainers=1)
+
+
+def test_a_change_that_takes_engines_away_is_done_though_another_engine_is_lost_and_one_that_adds_some_is_not():
+    found = rule()
+    planned(found)
+    one_lost = dataclasses.replace(seen(OTHER, now_s=5.0, whole=False), is_short=True)
+    assert found.follow(dataclasses.replace(one_lost, is_settled=False)) is None
+    done = found.follow(one_lost)
+    assert done is not None
+    assert done.word is Word.TAKEN
+    adds = rule()
+    adds.roles.layout = Layout(engines=2, width=1, trainers=1)
+    adds.follow(seen(OTHER))
+    begun = planned(adds, step=99, window=dataclasses.replace(WINDOW, replica_rate=1e4), wanted=OTHER)
+    assert begun is not None
+    assert begun.orders == BEGAN
+    assert adds.follow(dataclasses.replace(seen(BEGAN, whole=False), is_short=True)) is None, "it may be the one that is to come"
+
+
+def test_engines_that_are_given_up_may_leave_no_whole_units():
+    two = Units(devices=2, engines=2, core_ranks=2, ranks_per_replica=1)
+    found = RoleOrders(rule().roles, two, wanted=Orders(6, 2))
+    lost = found.follow(dataclasses.replace(LOST, wanted=Orders(6, 2)))
+    assert lost is not None
+    assert lost.reason.endswith("engines=5 trainer=2 are no whole units of 2 devices: nothing is planned until they are")
+    assert not found.may_plan
+
+
+def test_each_failure_in_a_row_doubles_the_rest():
+    found, step = rule(), 2
+    for times in (1, 2, 4):
+        assert planned(found, step=step) is not None
+        assert not found.may_plan
+        found.follow(seen(BEGAN, step=step))
+        rest = times * HOLD_WINDOWS * WINDOW.num_steps
+        assert planned(found, step=step + rest - 1) is None
+        step += rest
+    planned(found, step=step)
+    found.follow(seen(OTHER, step=step))
+    assert found.roles.num_failed == 0, "one that was carried out"

@@ -5,12 +5,16 @@ Two engines have passes of 20 ms for four sequences: 200 tokens per second each 
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from orchestrator.rules.pass_profile import PassSeconds
-from orchestrator.rules.role_window import Counts, RoleWindow
+from orchestrator.rules.role_window import SILENT_S, Counts, RoleWindow
 from orchestrator.rules.roles import Window
 from pipelinerl.messages import EngineLoad
+
+STEP_S = 10.0
+"""When steps are heard of, where nothing hangs on it."""
 
 
 def load(engine_id: int, second: int, *, idle: float = 0.0, context: int = 100) -> EngineLoad:
@@ -58,7 +62,7 @@ def test_speeds_contexts_and_waits_of_a_window():
     window = begun()
     after_ten_seconds(window)
     for _ in range(5):
-        window.trained(working_s=1.0, num_replicas=2)
+        window.trained(working_s=1.0, num_replicas=2, now_s=STEP_S)
     found, passes_s = seen(window, counts(10.0, sampled=4000, trained=3000, held_s=4.0))
     assert (found.tokens, found.num_steps, found.context) == (3000, 5, 100)
     assert found.replica_rate == pytest.approx(3000 / (5 * 1.0 * 2))
@@ -75,13 +79,13 @@ def test_what_lies_between_two_passes_makes_engines_slow_and_time_without_a_requ
         for engine_id in (0, 1):  # half of the passes that fit into the time, and never without a request
             one = load(engine_id, second, idle=0.5)
             window.reported(EngineLoad(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "idle_s": 0.0}), now_s=float(second))
-    window.trained(working_s=1.0, num_replicas=1)
+    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
     assert found.slowness == pytest.approx(2.0)
 
     window = begun()
     after_ten_seconds(window, idle=0.5)
-    window.trained(working_s=1.0, num_replicas=1)
+    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
     assert found.slowness == pytest.approx(1.0)
 
@@ -89,10 +93,10 @@ def test_what_lies_between_two_passes_makes_engines_slow_and_time_without_a_requ
 def test_a_window_counts_from_its_beginning_and_passes_are_fitted_to_all():
     window = begun()
     after_ten_seconds(window)
-    window.trained(working_s=9.0, num_replicas=1)
+    window.trained(working_s=9.0, num_replicas=1, now_s=STEP_S)
     window.begin(counts(10.0, sampled=4000, trained=3000, held_s=4.0))
     after_ten_seconds(window, began_s=10, context=300)  # 300 in the mean of 20 s, after 100 in the first ten
-    window.trained(working_s=2.0, num_replicas=1)
+    window.trained(working_s=2.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(20.0, sampled=8000, trained=3500, held_s=4.0))
     assert found.context == pytest.approx(500)
     assert (found.tokens, found.num_steps, found.replica_rate, found.held_back) == (500, 1, pytest.approx(250), 0.0)
@@ -103,7 +107,7 @@ def test_an_engine_that_starts_again_counts_anew():
     after_ten_seconds(window)
     window.reported(load(0, 1), now_s=40.0)
     window.reported(load(0, 2), now_s=41.0)
-    window.trained(working_s=1.0, num_replicas=1)
+    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(41.0, sampled=4200, trained=1000))
     assert found.slowness == pytest.approx(1.0), "half a minute in which it started is nobody's pass"
 
@@ -111,9 +115,9 @@ def test_an_engine_that_starts_again_counts_anew():
 def test_a_window_has_as_many_steps_as_it_has_to():
     window = begun(least_steps=2)
     after_ten_seconds(window)
-    window.trained(working_s=1.0, num_replicas=1)
+    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
     assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is None
-    window.trained(working_s=1.0, num_replicas=1)
+    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
     assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is not None
 
 
@@ -123,8 +127,51 @@ def test_without_any_of_them_nothing_is_measured(missing: str):
     if missing != "reports":
         after_ten_seconds(window)
     if missing != "steps":
-        window.trained(working_s=1.0, num_replicas=1)
+        window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
     if missing == "a beginning":
         window.stop()
     trained = 0 if missing == "trained tokens" else 1000
     assert window.window(counts(10.0, sampled=4000, trained=trained), engines_of_unit=1) is None
+
+
+def test_a_window_in_which_an_engine_has_said_nothing_for_a_while_says_nothing():
+    window = begun()
+    window.reported(load(0, 10), now_s=SILENT_S)
+    assert window.began is not None
+    window.reported(load(1, 11), now_s=SILENT_S + 1)
+    assert window.began is None, "it may have stood still"
+    assert window.is_heard((0, 1), now_s=2 * SILENT_S)
+    assert not window.is_heard((0, 1), now_s=2 * SILENT_S + 0.5)
+    assert not window.is_heard((0, 1, 2), now_s=SILENT_S), "one that has never reported is not measured"
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_an_engine_whose_clock_jumps_ends_the_window_and_its_passes_are_not_fitted(jump_s: float):
+    window = begun()
+    after_ten_seconds(window)
+    fitted = window.profile.fit()
+    one = load(0, 11)
+    window.reported(msgspec.structs.replace(one, busy_s=one.busy_s + jump_s), now_s=11.0)
+    assert window.began is None
+    assert window.profile.fit() == fitted
+    after = load(0, 12)
+    window.begin(counts(11.0))
+    window.reported(msgspec.structs.replace(after, busy_s=after.busy_s + jump_s), now_s=12.0)
+    assert window.began is not None, "it goes on from there"
+
+
+@pytest.mark.parametrize("working_s", [float("nan"), -1.0, 31.0])
+def test_a_step_that_says_what_cannot_be_ends_the_window(working_s: float):
+    window = begun()
+    window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
+    window.trained(working_s=20.0 + SILENT_S, num_replicas=1, now_s=30.0)
+    window.trained(working_s=0.0, num_replicas=1, now_s=30.0)
+    assert window.began is not None
+    window.trained(working_s=working_s, num_replicas=1, now_s=50.0)
+    assert window.began is None
+
+
+def test_an_engine_that_is_lost_ends_the_window():
+    window = begun()
+    window.lost(1)
+    assert window.began is None

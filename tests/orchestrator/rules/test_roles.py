@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 
-from orchestrator.rules.roles import HOLD_WINDOWS, EngineProfile, Layout, Pool, Role, Roles, Unit, Window, assign, speed
+from orchestrator.rules.roles import HOLD_WINDOWS, MAX_REST, EngineProfile, Layout, Pool, Role, Roles, Unit, Window, assign, speed
 
 ONE = EngineProfile(pass_s=lambda num, context: 0.01 + num * context * 1e-6, slots=100, room=10_000)
 TWO = EngineProfile(pass_s=lambda num, context: 0.005 + num * context * 0.5e-6, slots=100, room=30_000)
@@ -217,3 +217,35 @@ def test_a_rest_is_as_long_as_the_windows_were():
     roles.settle(TRAINS_MUCH, 10)
     assert roles.plan(29, long) is None
     assert roles.plan(30, long) is not None
+
+
+@pytest.mark.parametrize(("last_step", "saved_s"), [(1000, 80), (12, 40), (4, 0)])
+def test_a_change_saves_nothing_after_the_end_of_the_run(last_step: int, saved_s: float):
+    """A window of 4 steps saves 20 s; after step 4 there is time for four of them, for two, or for none."""
+    roles = Roles(dataclasses.replace(POOL, last_step=last_step), TRAINS_MUCH, window_steps=4)
+    change = roles.plan(4, WINDOW)
+    assert roles.weighed is not None
+    assert roles.weighed.saved_s == pytest.approx(saved_s)
+    assert (change is None) is (saved_s == 0)
+
+
+def test_failures_in_a_row_rest_longer_and_longer_up_to_a_bound():
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=4)
+    rests = []
+    for _ in range(12):
+        roles.settle(TRAINS_MUCH, 0, has_failed=True)
+        rests.append(roles.next_plan)
+    assert rests[:4] == [HOLD_WINDOWS * 4 * times for times in (1, 2, 4, 8)]
+    assert rests[-1] == HOLD_WINDOWS * 4 * MAX_REST
+    roles.settle(TRAINS_MUCH, 0)
+    assert roles.next_plan == HOLD_WINDOWS * 4, "a person's order is no failure"
+
+
+def test_a_change_back_that_is_done_does_not_make_good_what_has_failed():
+    roles = Roles(POOL, TRAINS_MUCH, window_steps=4)
+    change = roles.plan(4, WINDOW)
+    assert change is not None
+    back = roles.late(change.epoch, 8)
+    assert back is not None
+    roles.done(back.epoch)
+    assert roles.num_failed == 1

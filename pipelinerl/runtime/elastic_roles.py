@@ -1,0 +1,42 @@
+"""What the rule of elastic roles (`pipeline.elastic`) leaves to the orchestrator that follows: one file, `<run>/scale/elastic.json`.
+
+It is written before an order is carried out, and whenever one is over. So whoever follows knows of every order that may have been begun,
+and sees by what the run was asked for how far it came.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that is under way; orders count engines and trainer ranks."""
+
+    before: tuple[int, int]
+    saved_s: float
+    """0 where it takes back another one."""
+    cost_s: float
+    deadline_s: float
+    """Seconds that it may take. They begin anew with another orchestrator, whose clock is another one."""
+
+
+class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The rule at one moment."""
+
+    ordered: tuple[int, int]
+    """Engines and trainer ranks that were ordered last, by this rule or by hand."""
+    epoch: int = 0
+    """Changes that it has ordered."""
+    next_plan: int = 0
+    """The first step after which it plans."""
+    num_failed: int = 0
+    """Changes in a row that were given up or taken back."""
+    change: RoleChange | None = None
+    first_s: float | None = None
+    """Seconds in which everybody had loaded when the run began; None where nobody has seen it."""
+    num_switches: int = 0
+    """Changes that were carried out while one orchestrator watched."""
+    switches_s: float = 0.0
+    """Seconds of all of these."""
+    away_s: float = 0.0
+    """Of these, seconds without a trainer."""
