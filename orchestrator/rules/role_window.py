@@ -4,7 +4,8 @@ A window begins at a swap boundary with a layout that is whole, and ends at a la
 reports, each step as the trainer has timed it, and the sampled tokens, trained tokens and waits that the orchestrator counts anyway.
 
 Figures that stop, or cannot be, end a window without a result: an engine that was not heard of for `SILENT_S` may have stood still, and one
-that tells of more seconds than have passed has had its clock put forward. What such a window said would be acted upon for four more.
+that tells of more seconds than have passed has had its clock put forward. What such a window said would be acted upon for four more. Nor
+does a window end while somebody is late: it waits for another boundary.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from orchestrator.rules.roles import Window
 from pipelinerl.messages import EngineLoad
 
 
-SILENT_S = 10.0
+SILENT_S = 5.0
 """Seconds without a report of an engine, which sends one each second, or a sign of the trainer, which gives one every two, from which on a
 window says nothing. A smaller value gives windows up for a long pass or swap; a larger one takes a process that stands still for a slow one."""
+LATE_S = 2.5
+"""The same while no window ends yet: so much of it may be missing unnoticed. It has to be longer than the two seconds between two signs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +100,10 @@ class RoleWindow:
         self._engines.pop(engine_id, None)
         self.stop()
 
-    def is_heard(self, engine_ids: Iterable[int], *, now_s: float) -> bool:
-        """Return whether all of these engines have reported lately."""
+    def silence_s(self, engine_ids: Iterable[int], *, now_s: float) -> float:
+        """Return for how long the most silent of these engines has not reported; infinite where one never has."""
         engines = map(self._engines.get, engine_ids)
-        return all(engine is not None and now_s - engine.last_s <= SILENT_S for engine in engines)
+        return max((math.inf if engine is None else now_s - engine.last_s for engine in engines), default=math.inf)
 
     def trained(self, *, working_s: float, num_replicas: float, now_s: float) -> None:
         """Note a step for which each of so many replicas has worked, its waits for rows left out."""

@@ -17,7 +17,7 @@ from orchestrator.peers.engines import Engines
 from orchestrator.rules.admission import ENGINES_FULL
 from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word
-from orchestrator.rules.role_window import SILENT_S, Counts, RoleWindow
+from orchestrator.rules.role_window import LATE_S, SILENT_S, Counts, RoleWindow
 from orchestrator.rules.roles import Window
 from orchestrator.rules.trainer_ranks import TrainerChange
 from orchestrator.stages.training import Training
@@ -90,9 +90,11 @@ class RoleChanges:
     def _plan(self, seen: Seen, boundary: Counts | None) -> Decision | None:
         """Begin a window, or end it and ask the rule, where a swap boundary was."""
         window, seconds = self.window, self.rule.seconds
-        is_heard = self._is_heard(seen.now_s)
-        if not (seen.is_whole and self.rule.may_plan and is_heard):
+        silence_s = self._silence_s(seen.now_s)
+        if not (seen.is_whole and self.rule.may_plan and silence_s <= SILENT_S):
             window.stop()
+        elif silence_s > LATE_S:
+            return None
         elif boundary is not None and window.began is None:
             window.begin(boundary)
         elif boundary is not None and window.seconds(boundary.now_s) >= WINDOW_SWITCHES * seconds.switch_s:
@@ -136,12 +138,12 @@ class RoleChanges:
             membership.give_up_absent(f"it has not come within {self.missing_s:g} s")
             self.folder.publish(membership.record())
 
-    def _is_heard(self, now_s: float) -> bool:
-        """Return whether every engine and the trainer were heard of lately, and this process itself has not stood still."""
+    def _silence_s(self, now_s: float) -> float:
+        """Return for how long an engine or the trainer was not heard of, or this process itself has stood still."""
         before_s, self._looked_s = self._looked_s, now_s
         session = self.training.session
         silent_s = [now_s - before_s, *(session.trainer.silence_s(f"trainer-{replica}") for replica in session.replicas)]
-        return max(silent_s) <= SILENT_S and self.window.is_heard((engine.engine_id for engine in self.engines), now_s=now_s)
+        return max(*silent_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s))
 
     def _note_start(self, seen: Seen) -> None:
         """Note how long everybody took to load, once they are there: who follows an orchestrator may find them at work."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.rules.role_window import SILENT_S
+from orchestrator.rules.role_window import LATE_S, SILENT_S
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.messages import Alive, CheckpointFailed
@@ -209,11 +209,13 @@ class PerToken:
 
 
 def measured_in(ended: Simulated, began_s: float, ended_s: float) -> list[dict[str, Any]]:
-    """Windows that were weighed while a process stood still, or right after it."""
-    return [line for line in decided(ended, "stays", "begins") if began_s < line["t"] < ended_s + 1.0]
+    """Windows that were weighed while a process had been standing still for a while, or right after it."""
+    return [line for line in decided(ended, "stays", "begins") if began_s + LATE_S < line["t"] < ended_s + 1.0]
 
 
-STILL = (20.0, 20.0 + 1.5 * SILENT_S)
+STILL = (40.0, 40.0 + 2 * SILENT_S)
+SLOW_START = dataclasses.replace(BALANCED, start_s=5.0)
+"""Windows of ten seconds."""
 
 
 def test_nothing_is_decided_on_a_window_in_which_an_engine_has_stood_still(tmp_path: Path) -> None:
@@ -223,8 +225,8 @@ def test_nothing_is_decided_on_a_window_in_which_an_engine_has_stood_still(tmp_p
         stops: Any = Stopping(world, began_s=STILL[0], ended_s=STILL[1]) if engine_id == 1 else world
         await peers.engine(link, engine_id=engine_id, max_running=max_running, world=stops)
 
-    where = settings(steps=60, engine={"count": 2}, trainer={"ranks": 2})
-    ended = simulated(where, tmp_path, world=BALANCED, beside=with_disk(Disk()), cast=Cast(trainer=nobody, engine=engine))
+    where = settings(steps=110, engine={"count": 2}, trainer={"ranks": 2})
+    ended = simulated(where, tmp_path, world=SLOW_START, beside=with_disk(Disk()), cast=Cast(trainer=nobody, engine=engine))
     assert ended.problems() == []
     assert len(decided(ended, "stays")) >= 5
     assert measured_in(ended, *STILL) == []
@@ -235,7 +237,7 @@ def test_nothing_is_decided_on_a_window_in_which_the_trainer_has_stood_still(tmp
     async def live_on(link: MemoryLink) -> None:
         while True:
             now_s = asyncio.get_running_loop().time()
-            await asyncio.sleep(STILL[1] - now_s if STILL[0] <= now_s < STILL[1] else 1.0)
+            await asyncio.sleep(max(1.0, STILL[1] - now_s) if now_s >= STILL[0] else 1.0)
             link.send(Alive(busy_with="nothing"))
 
     async def beside(given: Beside) -> None:
@@ -244,7 +246,7 @@ def test_nothing_is_decided_on_a_window_in_which_the_trainer_has_stood_still(tmp
             await starts(machine)
 
     monkeypatch.setattr(peers, "live_on", live_on)
-    ended = simulated(settings(steps=60, trainer={"silent_after_s": 60.0}), tmp_path, world=BALANCED, beside=beside)
+    ended = simulated(settings(steps=110, trainer={"silent_after_s": 60.0}), tmp_path, world=SLOW_START, beside=beside)
     assert ended.problems() == []
     assert len(decided(ended, "stays")) >= 5
     assert measured_in(ended, *STILL) == []
@@ -283,17 +285,15 @@ def test_whatever_is_asked_for_by_hand_meanwhile_wins_and_breaks_no_promise(tmp_
     async def beside(given: Beside) -> None:
         async with begun(given, fails=(3,)) as (machine, launcher), asyncio.TaskGroup() as group:
             group.create_task(starts(machine))
-            for _ in range(12):
-                await asyncio.sleep(chance.expovariate(1 / 4.0))
+            for _ in range(8):
+                await asyncio.sleep(chance.expovariate(1 / 3.0))
                 engines, ranks = chance.choice(((1, 3), (2, 2), (3, 1), (2, None), (None, 1), (1, 1)))
                 launcher.ask(engines=engines, trainer=ranks, drain_s=1.0)
-            launcher.ask(engines=3)
-            await asyncio.sleep(40.0)
-            launcher.ask(trainer=1)
-            await asyncio.sleep(40.0)
+            await until(lambda: has(given.folder) == (3, 1) or bool(launcher.ask(engines=3, trainer=1)))
+            await asyncio.sleep(60.0)
             ends.append(has(given.folder))
 
-    ended = simulated(settings(steps=300), tmp_path, beside=beside)
+    ended = simulated(settings(steps=250), tmp_path, beside=beside)
     assert ended.problems() == []
     assert ended.ending.rollouts.failed == 0
     assert decided(ended, "by hand")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -51,6 +52,8 @@ class Group:
         self._barrier = asyncio.Barrier(num_replicas)
         self._version, self._commit = disk.version, disk.commit
         self._free = ["a", "b", "c"]
+        self._kept = collections.deque[Any]()
+        """What has come for the first replica while it waited for a buffer."""
         _undo(self._record, self._version)
         self.tasks = [asyncio.create_task(self._replica(number)) for number in range(num_replicas)]
 
@@ -127,7 +130,7 @@ class Group:
 
     async def _answer(self, link: MemoryLink) -> Any:
         while True:
-            message = await link.wait()
+            message = self._kept.popleft() if self._kept and link.name == "trainer-0" else await link.wait()
             if isinstance(message, WeightBufferReleased):
                 self._free.append(message.buffer)
             if isinstance(message, MicroBatch | StepClosed | SaveCheckpoint | Stop):
@@ -138,6 +141,8 @@ class Group:
             message = await link.wait()
             if isinstance(message, WeightBufferReleased):
                 self._free.append(message.buffer)
+            else:
+                self._kept.append(message)
             assert not isinstance(message, Stop), "it is told to end once engines have its policy"
         link.send(PolicyPublished(version=self._version, buffer=self._free.pop(0), digest="", num_bytes=0, publish_s=0.0))
 
