@@ -18,10 +18,9 @@ from orchestrator.rules.pass_profile import PassProfile, PassSeconds
 from orchestrator.rules.roles import Window
 from pipelinerl.messages import EngineLoad
 
-
 SILENT_S = 5.0
 """Seconds without a report of an engine, which sends one each second, or a sign of the trainer, which gives one every two, from which on a
-window says nothing. A smaller value gives windows up for a long pass or swap; a larger one takes a process that stands still for a slow one."""
+window says nothing. A smaller value gives windows up for a long pass or swap; a larger one takes who stands still for who is slow."""
 LATE_S = 2.5
 """The same while no window ends yet: so much of it may be missing unnoticed. It has to be longer than the two seconds between two signs."""
 

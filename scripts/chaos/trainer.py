@@ -31,6 +31,7 @@ from pipelinerl.messages import (
     Message,
     MicroBatch,
     PolicyPublished,
+    SaveCheckpoint,
     StepClosed,
     StepDone,
     Stop,
@@ -51,9 +52,10 @@ LOGPROB = -math.log(FAKE_VOCABULARY)
 
 
 class Rehearsal:
-    """One life of the trainer."""
+    """One life of the trainer, or of one of its replicas (`scripts.chaos.ranks`)."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, *, replica: int = 0, num_replicas: int = 1) -> None:
+        self.replica = replica
         self._config = load_run(run_folder)
         self._folder = run_folder / "checkpoints"
         self._folder.mkdir(exist_ok=True)
@@ -65,10 +67,10 @@ class Rehearsal:
         self._knows_layout = False
         self._is_stopped = self._is_ending = False
         self._next_sign = 0.0
-        self._link = ZmqLink(run_folder, "trainer", 0, accepts=ToTrainer)
+        self._link = ZmqLink(run_folder, "trainer", replica, accepts=ToTrainer)
         ready = TrainerReady(
-            replica=0,
-            num_replicas=1,
+            replica=replica,
+            num_replicas=num_replicas,
             process_id=os.getpid(),
             version=self._version,
             commit=self._commit,
@@ -82,13 +84,14 @@ class Rehearsal:
     def run(self) -> None:
         """Train to the last step, then wait to be told to stop."""
         self._link.introduce(self._introduce)
-        if self._version:
+        if self._version and self.replica == 0:
             self._publish()
         while self._version < self._config.trainer.steps and not (self._is_stopped or self._is_ending):
             self._train_step()
         if self._is_ending and self._commit and self._version % self._config.checkpoint.every:
             self._save()
-        self._say(TrainingEnded(version=self._version))
+        if self.replica == 0:
+            self._say(TrainingEnded(version=self._version))
         while not self._is_stopped:
             self._receive()
         self._link.close()
@@ -110,13 +113,15 @@ class Rehearsal:
         index = num_samples = digest = 0
         engines: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         while True:
-            self._asked = TakeMicroBatch(replica=0, step=self._version, index=index)
+            self._asked = TakeMicroBatch(replica=self.replica, step=self._version, index=index)
             self._link.send(self._asked)
             answer = None
             while not isinstance(answer, MicroBatch | StepClosed):
                 answer = self._receive()
                 if self._is_stopped or self._is_ending:
                     return
+                if isinstance(answer, SaveCheckpoint):
+                    self._save()
             self._asked = None
             if isinstance(answer, StepClosed):
                 break
@@ -124,14 +129,28 @@ class Rehearsal:
             digest += sum(int.from_bytes(part, "little") for part in parts)
             num_samples += len(answer.rollout_ids)
             _compare(answer, engines)
+            self._compute(answer)
             index += 1
+        num_samples, digest = self._joined(num_samples, digest)
         self._version, self._commit = self._version + 1, answer.commit
         self._num_samples, self._digest = self._num_samples + num_samples, self._digest + digest
-        self._publish()
-        found = tuple(EngineMismatch(engine_id=engine_id, **counts) for engine_id, counts in sorted(engines.items()))
-        self._say(StepDone(step=self._version - 1, metrics={}, engines=found))
+        if self.replica == 0:
+            self._publish()
+            found = tuple(EngineMismatch(engine_id=engine_id, **counts) for engine_id, counts in sorted(engines.items()))
+            self._say(StepDone(step=self._version - 1, metrics=self._figures(answer), engines=found))
         if self._version % self._config.checkpoint.every == 0 or self._version == self._config.trainer.steps:
             self._save()
+
+    def _compute(self, row: MicroBatch) -> None:
+        """Take as long as a row takes."""
+
+    def _joined(self, num_samples: int, digest: int) -> tuple[int, int]:
+        """Return the samples of a step and their digest, over all replicas."""
+        return num_samples, digest
+
+    def _figures(self, closed: StepClosed) -> dict[str, float]:
+        """What is told of a step."""
+        return {}
 
     def _publish(self) -> None:
         while not (self._knows_layout and self._free) and not self._is_stopped:
