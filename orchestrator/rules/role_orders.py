@@ -73,7 +73,7 @@ class Seen:
     is_short: bool = False
     """Nobody is missing but engines that are lost."""
     step: int
-    """The newest policy."""
+    """Steps that were trained; those that are trained again count once."""
     now_s: float
     reason: str = ""
     """Why the last order was refused, or given up; empty where it was not."""

@@ -117,7 +117,7 @@ class RoleChanges:
             is_away=record.phase is Phase.STARTING,
             is_whole=is_settled and has_trainer and not missing,
             is_short=has_trainer and all(member.state is State.LOST for member in missing),
-            step=self.training.last_version,
+            step=self.training.steps.num_booked,
             now_s=_now_s(),
             reason=membership.record().refused or record.reason,
             given_up=self._given_up,
@@ -187,7 +187,7 @@ class RoleChanges:
         self.journal.write(
             "roles",
             word=decision.word,
-            step=self.training.last_version,
+            step=self.training.steps.num_booked,
             epoch=self.rule.roles.epoch,
             engines=decision.now.engines,
             trainer=decision.now.trainer,

@@ -57,7 +57,7 @@ def live(tmp_path: Path) -> Iterator[Path]:
     make_demo_model(tmp_path / "demo-model", seed=0)
     overrides = ["trainer.steps=1000000", "trainer.cores=[]", "trainer.silent_after_s=30", "checkpoint.every=1000", "evaluation.every=0"]
     overrides += ['engine.kind="fake"', "engine.count=3", "engine.cores=[]", "engine.max_running=4", "pipeline.elastic=true"]
-    overrides += ["batch.groups_per_step=4", "rollout.group_size=4", "model.max_tokens=512", "rollout.max_tokens=480"]
+    overrides += ["batch.groups_per_step=2", "rollout.group_size=4", "model.max_tokens=512", "rollout.max_tokens=480"]
     overrides += [f'data.source="{PLUGINS}:prompts"', f'reward=[{{function = "{PLUGINS}:reward"}}]', "run.restart_wait_s=0.1"]
     config = load(settings, overrides=overrides)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
