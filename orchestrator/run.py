@@ -23,6 +23,11 @@ from pipelinerl.runtime.watch import wait_for
 STAGES_OF_TRAINER = ("training", "held_policies", "weight_sync")
 """Stages that go on while a stopped run saves: they hear of the last steps, and bring their policies to the engines."""
 
+STARTS = 3
+"""Times the deadline of a trainer that starts, where an earlier orchestrator had asked for another number of ranks: these have one, those
+before have one (`stages.trainer_restart`), and then that stage says why the run ends.
+"""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
@@ -161,12 +166,13 @@ class Run:
     async def _wait_for_peers(self) -> None:
         parts, engine, trainer = self.parts, self._config.engine, self._config.trainer
         session = self.pipeline.training.session
+        trainer_s = trainer.ready_deadline_s * (STARTS if session.is_changing else 1)
         for peers, peer, what, deadline_s in (
             (parts.engines, "engines", "to load the model", engine.ready_deadline_s),
             (parts.scorers, "scorers", "to load the rewards", engine.ready_deadline_s),
             (parts.prm, "the process reward model", "to load", engine.ready_deadline_s),
             (parts.gateway, "the gateway", "to listen", engine.ready_deadline_s),
-            (session, "trainer", "to load the model", trainer.ready_deadline_s),
+            (session, "trainer", "to load the model", trainer_s),
         ):
             if peers is not None:
                 began = self._journal.clock()

@@ -94,6 +94,8 @@ class Peers:
         self._gone: set[str] = set()
         """Peers that could not be sent to, and were not heard of since."""
         self._all_heard = asyncio.Event()
+        if not self._awaited():
+            self._all_heard.set()
 
     def on(self, message_type: type[Message], handler: Handler) -> None:
         """Have messages of one type handled by `handler`."""

@@ -44,8 +44,10 @@ class TrainerChange:
         return self.record.ranks // self._per_replica
 
     def replicas(self) -> Membership:
-        """Return the replicas that the trainer may come to have, of which those of now are awaited."""
-        return Membership(count=self.num_replicas, most=max(self.num_replicas, self._most // self._per_replica))
+        """Return the replicas that the trainer may come to have, of which those of now are awaited; none where another trainer is starting:
+        who awaits that one knows what to fall back to."""
+        awaited = 0 if self.record.phase is Phase.STARTING else self.num_replicas
+        return Membership(count=awaited, most=max(self.num_replicas, self._most // self._per_replica))
 
     def why_not(self, ranks: int) -> str | None:
         """Say why the trainer cannot be asked for so many ranks now; None where it can."""

@@ -63,7 +63,6 @@ class RoleChanges:
     """Since when spares have been missing; None where none are."""
     _given_up: str = dataclasses.field(default="", init=False)
     """Which engines were given up last, and why."""
-    _looked_s: float = dataclasses.field(default=0.0, init=False)
     _told: dict[str, object] = dataclasses.field(default_factory=dict, init=False)
     """The figures of the last window."""
 
@@ -139,11 +138,10 @@ class RoleChanges:
             self.folder.publish(membership.record())
 
     def _silence_s(self, now_s: float) -> float:
-        """Return for how long an engine or the trainer was not heard of, or this process itself has stood still."""
-        before_s, self._looked_s = self._looked_s, now_s
+        """Return for how long the most silent of engines and trainer was not heard of."""
         session = self.training.session
-        silent_s = [now_s - before_s, *(session.trainer.silence_s(f"trainer-{replica}") for replica in session.replicas)]
-        return max(*silent_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s))
+        trainer_s = [session.trainer.silence_s(f"trainer-{replica}") for replica in session.replicas]
+        return max(*trainer_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s), 0.0)
 
     def _note_start(self, seen: Seen) -> None:
         """Note how long everybody took to load, once they are there: who follows an orchestrator may find them at work."""

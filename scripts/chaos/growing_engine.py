@@ -1,6 +1,6 @@
 """`python -m scripts.chaos.growing_engine ...`: `pipelinerl.engine`, whose stand-in for a model takes time and writes more once it is told.
 
-A pass takes `PASS_S`, and `READ_S` for each token that it reads. Answers have ten tokens in the mean, and 120 from the moment on in which
+A pass takes `PASS_S`, and `READ_S` for each token that it reads. Answers have ten tokens in the mean, and 80 from the moment on in which
 there is a file `long` in the run's folder.
 """
 
@@ -17,7 +17,7 @@ from pipelinerl.messages import Generate
 
 PASS_S = 12e-3
 READ_S = 3e-5
-SHORT, LONG = 10, 120
+SHORT, LONG = 10, 80
 
 
 def main() -> None:

@@ -96,9 +96,9 @@ def has(folder: Path) -> tuple[int, int]:
     return sum(one.state is State.LIVE for one in members.members), trainer.ranks
 
 
-def trains_on(folder: Path) -> None:
+def trains_on(folder: Path, *, num_steps: int) -> None:
     before = len(lines(folder, "step"))
-    wait_until(lambda: len(lines(folder, "step")) >= before + 3, what="the run stands still")
+    wait_until(lambda: len(lines(folder, "step")) >= before + num_steps, what="the run stands still")
 
 
 def test_a_change_that_the_rule_ordered_outlives_the_orchestrator_and_devices_go_back_once_answers_are_long(live: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_change_that_the_rule_ordered_outlives_the_orchestrator_and_devices_go
     wait_until(lambda: "taken" in {word for word, *_ in decided(live)}, what="nobody goes on with the change")
     assert decided(live) == [("begins", 2, 2), ("taken", 2, 2)], "it was carried out once"
     assert has(live) == (2, 2)
-    trains_on(live)
+    trains_on(live, num_steps=3)
     remembered = ScaleFolder(live).roles()
     assert remembered is not None
     assert (remembered.epoch, remembered.num_switches) == (1, 0), "a change of which one orchestrator has seen a part says nothing"
@@ -116,7 +116,7 @@ def test_a_change_that_the_rule_ordered_outlives_the_orchestrator_and_devices_go
     (live / "long").touch()
     wait_until(lambda: decided(live)[2:] == [("begins", 3, 1), ("taken", 3, 1)], what=f"no rank becomes an engine: {decided(live)}")
     assert has(live) == (3, 1)
-    trains_on(live)
+    trains_on(live, num_steps=1)
     done = [line["step"] for line in lines(live, "step")]
     assert done == sorted(set(done)), "no step is trained again"
     assert not lines(live, "violation")

@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from orchestrator.rules.role_window import LATE_S, SILENT_S
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
-from pipelinerl.messages import Alive, CheckpointFailed
+from pipelinerl.messages import Alive, CheckpointFailed, StepDone
 from pipelinerl.runtime.elastic_roles import RolesRecord
 from pipelinerl.runtime.membership import ScaleFolder, State
 from pipelinerl.runtime.trainer_ranks import Phase
@@ -77,23 +78,39 @@ def killed_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(ScaleFolder, "_write", and_die)
 
 
-def goes_on(folder: Path, disk: Disk, beside: Callable[[Beside], Coroutine[Any, Any, None]] | None = None) -> Simulated:
-    """The same run, resumed: all devices are somebody's in the end, and every promise was kept."""
-    ended = simulated(settings(steps=40), folder, beside=beside or with_disk(disk), is_recorded=True)
+def goes_on(folder: Path, disk: Disk, *, count: int = 3, **faults: Any) -> Simulated:
+    """The same run, resumed, with processes that take longer to start: all devices are somebody's in the end, every promise was kept."""
+    where, world = settings(steps=40, engine={"count": count}), dataclasses.replace(SHORT, start_s=2.0)
+    ended = simulated(where, folder, world=world, beside=with_disk(disk, **faults), is_recorded=True)
     assert ended.ending.reason == "finished"
     with open_history(folder) as history:
         assert check_history(history, with_checkpoints=False).problems == []
-    assert sum(has(ScaleFolder(folder))) == 4, "a device was given away for good"
-    assert "by hand" not in {line["word"] for line in decided(ended)}, "nobody has asked for anything"
+    assert sum(has(ScaleFolder(folder))) == count + 1, "a device was given away for good"
+    assert count != 3 or "by hand" not in {line["word"] for line in decided(ended)}, "nobody has asked for anything"
     return ended
 
 
-def with_disk(disk: Disk) -> Callable[[Beside], Coroutine[Any, Any, None]]:
+def with_disk(disk: Disk, **faults: Any) -> Callable[[Beside], Coroutine[Any, Any, None]]:
     async def beside(given: Beside) -> None:
-        async with begun(given, disk=disk) as (machine, _):
+        async with begun(given, disk=disk, **faults) as (machine, _):
             await starts(machine)
 
     return beside
+
+
+def killed_in(folder: Path, phase: Phase) -> Disk:
+    """Have a run be killed whole while the rule's change is so far."""
+    disk = Disk()
+
+    async def dies(given: Beside) -> None:
+        async with begun(given, disk=disk) as (machine, _), asyncio.TaskGroup() as group:
+            group.create_task(starts(machine))
+            await until(lambda: phase_is(given, phase))
+            raise _Killed
+
+    with pytest.RaisesGroup(_Killed, flatten_subgroups=True):
+        simulated(settings(steps=40), folder, beside=dies, is_recorded=True)
+    return disk
 
 
 @pytest.mark.parametrize("number", range(1, 9))
@@ -107,13 +124,27 @@ def test_whenever_the_orchestrator_is_killed_a_change_is_carried_out_once_or_tak
     before, ranks = ScaleFolder(tmp_path).roles(), ScaleFolder(tmp_path).trainer()
     assert before is not None
     assert ranks is not None
-    ended = goes_on(tmp_path, disk)
-    first, *_ = decided(ended, "taken", "taken back")
-    assert first["word"] == ("taken" if ranks.ranks == 2 else "taken back"), "what the trainer has saved for is carried out"
+    words = {line["word"] for line in decided(goes_on(tmp_path, disk))}
+    assert ("taken back" in words) is (ranks.ranks == 1), "what the trainer has saved for is carried out"
     last = ScaleFolder(tmp_path).roles()
     assert last is not None
     assert last.first_s == before.first_s
     assert has(ScaleFolder(tmp_path)) == (2, 2)
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs"])
+def test_engines_come_back_where_the_orchestrator_that_follows_finds_that_the_trainer_does_not_start(tmp_path: Path, fault: str) -> None:
+    disk = killed_in(tmp_path, Phase.STARTING)
+    ended = goes_on(tmp_path, disk, **{fault: (2,)})
+    assert ("taken back", 3, 1) in layouts(decided(ended))
+    assert "taken" not in {line["word"] for line in decided(ended)}
+    assert has(ScaleFolder(tmp_path)) == (3, 1)
+
+
+def test_a_run_that_goes_on_with_another_number_of_engines_has_that_one(tmp_path: Path) -> None:
+    disk = killed_in(tmp_path, Phase.SAVING)
+    ended = goes_on(tmp_path, disk, count=4)
+    assert ("by hand", 4, 1) in layouts(decided(ended))
 
 
 @pytest.mark.parametrize("phase", [Phase.SAVING, Phase.STARTING])
@@ -174,11 +205,12 @@ def test_an_engine_that_never_comes_has_the_change_ordered_back(tmp_path: Path) 
         async with begun(given):  # nobody starts an engine
             await asyncio.Event().wait()
 
-    ended = simulated(settings(steps=140), tmp_path, world=GROWING, beside=beside)
+    where = settings(steps=75, engine={"ready_deadline_s": 10.0}, trainer={"ready_deadline_s": 5.0})
+    ended = simulated(where, tmp_path, world=GROWING, beside=beside)
     assert ended.problems() == []
     lines = decided(ended)
     assert layouts(lines)[:5] == [("begins", 2, 2), ("taken", 2, 2), ("begins", 3, 1), ("late", 2, 2), ("taken", 2, 2)]
-    assert lines[3]["t"] - lines[2]["t"] > 2 * 20.0 + 30.0
+    assert lines[3]["t"] - lines[2]["t"] > 2 * 5.0 + 10.0
     assert {line["engines_then"] + line["trainer_then"] for line in lines} == {4}
 
 
@@ -253,6 +285,24 @@ def test_nothing_is_decided_on_a_window_in_which_the_trainer_has_stood_still(tmp
     assert decided(ended) == []
 
 
+def test_nothing_is_decided_while_the_trainer_does_not_say_how_fast_it_is(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        progress = given.run.parts.progress
+        hear = progress.on_trained
+
+        def without_figures(done: StepDone) -> None:
+            missing = {"tokens_per_s": 0.0} if done.step % 2 else {}
+            hear(msgspec.structs.replace(done, metrics={**done.metrics, **missing} if missing else {}))
+
+        progress.on_trained = without_figures
+        async with begun(given) as (machine, _):
+            await starts(machine)
+
+    ended = simulated(settings(steps=30), tmp_path, beside=beside)
+    assert ended.problems() == []
+    assert not [line for line in ended.lines if line["kind"] == "roles"]
+
+
 # --- what cannot be, and who asks for something else ---
 
 
@@ -277,7 +327,7 @@ def test_a_full_disk_takes_a_change_back_and_each_further_try_waits_twice_as_lon
     assert rests[1] >= 2 * rests[0] - 2
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_whatever_is_asked_for_by_hand_meanwhile_wins_and_breaks_no_promise(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     ends: list[tuple[int, int]] = []
@@ -290,10 +340,10 @@ def test_whatever_is_asked_for_by_hand_meanwhile_wins_and_breaks_no_promise(tmp_
                 engines, ranks = chance.choice(((1, 3), (2, 2), (3, 1), (2, None), (None, 1), (1, 1)))
                 launcher.ask(engines=engines, trainer=ranks, drain_s=1.0)
             await until(lambda: has(given.folder) == (3, 1) or bool(launcher.ask(engines=3, trainer=1)))
-            await asyncio.sleep(60.0)
+            await asyncio.sleep(30.0)
             ends.append(has(given.folder))
 
-    ended = simulated(settings(steps=250), tmp_path, beside=beside)
+    ended = simulated(settings(steps=160), tmp_path, beside=beside)
     assert ended.problems() == []
     assert ended.ending.rollouts.failed == 0
     assert decided(ended, "by hand")

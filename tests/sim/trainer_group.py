@@ -191,7 +191,10 @@ class Launcher:
     async def run(self) -> None:
         record = self._beside.folder.trainer()
         self._epoch = 0 if record is None else record.epoch
-        self._start(self._beside.settings.trainer.ranks if record is None else record.ranks)
+        if record is not None and record.phase is Phase.STARTING:
+            self._try(record.ranks)
+        else:
+            self._start(self._beside.settings.trainer.ranks if record is None else record.ranks)
         try:
             while True:
                 await asyncio.sleep(0.1)
@@ -213,14 +216,18 @@ class Launcher:
         record = self._beside.folder.trainer()
         if record is None or not self._is_due():
             return
-        if not self.groups[-1].is_over and not record.is_back:
+        if not all(group.is_over for group in self.groups) and not record.is_back:
             return
-        await self.groups[-1].kill()
+        for group in self.groups[-1:]:
+            await group.kill()
         self._epoch = record.epoch
-        if record.ranks in self._fails:
-            self._beside.folder.tell_trainer_failed(record.epoch, f"{record.ranks} ranks have no room")
-        elif record.ranks not in self._hangs:
-            self._start(record.ranks)
+        self._try(record.ranks)
+
+    def _try(self, ranks: int) -> None:
+        if ranks in self._fails:
+            self._beside.folder.tell_trainer_failed(self._epoch, f"{ranks} ranks have no room")
+        elif ranks not in self._hangs:
+            self._start(ranks)
 
     def _is_due(self) -> bool:
         record = self._beside.folder.trainer()

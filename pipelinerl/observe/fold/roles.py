@@ -51,9 +51,9 @@ class RolesRow:
             case "taken back":
                 return f"roles stay {then}: the change was taken back{why}"
             case "lost":
-                return f"roles are shared without engines that are lost: {then} with their places{why}"
+                return f"roles are shared without engines that are lost{why}"
             case "again":
-                return f"roles are shared with engines that have come again: {then}{why}"
+                return f"roles are shared with engines that have come again{why}"
             case "by hand":
                 return f"roles are {then}, as was asked for by hand{why}"
             case _:

@@ -43,3 +43,10 @@ def test_a_change_is_under_way_until_it_has_ended() -> None:
     assert RolesRow(word="begins").is_under_way
     assert RolesRow(word="late").is_under_way, "it is ordered back"
     assert not any(RolesRow(word=word).is_under_way for word in ("stays", "taken", "taken back", "by hand"))
+
+
+def test_engines_that_are_given_up_and_come_again_are_told_of() -> None:
+    lost = RolesRow(word="lost", engines_then=3, trainer_then=1, reason="waited 60 s for engine-2 to come")
+    assert lost.words == "roles are shared without engines that are lost: waited 60 s for engine-2 to come"
+    assert RolesRow(word="again", engines_then=3, trainer_then=1).words == "roles are shared with engines that have come again"
+    assert not lost.is_under_way
