@@ -272,7 +272,7 @@ class Roles:
 
     def share(self, layout: Layout) -> None:
         """Take up a layout with other units than before: some are lost, or have come again. Nothing rests for that."""
-        self.layout, self._context = layout, None
+        self.layout = layout
 
     def _rest(self, step: int, *, has_failed: bool) -> None:
         self.num_failed = self.num_failed + 1 if has_failed else 0

@@ -135,7 +135,6 @@ class RoleChanges:
             names = ", ".join(f"engine-{member.engine_id}" for member in absent)
             self._given_up = f"waited {self.missing_s:g} s for {names} to come{_last_words(absent)}"
             membership.give_up_absent(f"it has not come within {self.missing_s:g} s")
-            self.folder.publish(membership.record())
 
     def _silence_s(self, now_s: float) -> float:
         """Return for how long the most silent of engines and trainer was not heard of."""

@@ -124,8 +124,7 @@ class Scaling:
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, keeps_places: bool = False) -> None:
         """Have engines join or leave, and the trainer change, or refuse all of the request. See `Membership.scale` of `keeps_places`."""
-        change, membership = self.trainer.change, self.membership
-        num_before = membership.num_wanted - (0 if keeps_places else membership.num_given_up)
+        change, num_before = self.trainer.change, self.membership.num_wanted
         ranks = asked.trainer if asked.trainer != change.record.wanted else None
         refused = None if ranks is None else change.why_not(ranks)
         leaving = self.membership.scale(asked, refused=refused, keeps_places=keeps_places)

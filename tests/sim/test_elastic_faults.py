@@ -78,9 +78,9 @@ def killed_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(ScaleFolder, "_write", and_die)
 
 
-def goes_on(folder: Path, disk: Disk, *, count: int = 3, **faults: Any) -> Simulated:
+def goes_on(folder: Path, disk: Disk, *, count: int = 3, start_s: float = 2.0, **faults: Any) -> Simulated:
     """The same run, resumed, with processes that take longer to start: all devices are somebody's in the end, every promise was kept."""
-    where, world = settings(steps=40, engine={"count": count}), dataclasses.replace(SHORT, start_s=2.0)
+    where, world = settings(steps=40, engine={"count": count}), dataclasses.replace(SHORT, start_s=start_s)
     ended = simulated(where, folder, world=world, beside=with_disk(disk, **faults), is_recorded=True)
     assert ended.ending.reason == "finished"
     with open_history(folder) as history:
@@ -132,10 +132,12 @@ def test_whenever_the_orchestrator_is_killed_a_change_is_carried_out_once_or_tak
     assert has(ScaleFolder(tmp_path)) == (2, 2)
 
 
-@pytest.mark.parametrize("fault", ["fails", "hangs"])
-def test_engines_come_back_where_the_orchestrator_that_follows_finds_that_the_trainer_does_not_start(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("faults", [{"fails": (2,)}, {"hangs": (2,)}], ids=["fails", "hangs"])
+def test_engines_come_back_where_the_orchestrator_that_follows_finds_that_the_trainer_does_not_start(
+    tmp_path: Path, faults: dict[str, Any]
+) -> None:
     disk = killed_in(tmp_path, Phase.STARTING)
-    ended = goes_on(tmp_path, disk, **{fault: (2,)})
+    ended = goes_on(tmp_path, disk, start_s=0.0, **faults)
     assert ("taken back", 3, 1) in layouts(decided(ended))
     assert "taken" not in {line["word"] for line in decided(ended)}
     assert has(ScaleFolder(tmp_path)) == (3, 1)
@@ -245,7 +247,7 @@ def measured_in(ended: Simulated, began_s: float, ended_s: float) -> list[dict[s
     return [line for line in decided(ended, "stays", "begins") if began_s + LATE_S < line["t"] < ended_s + 1.0]
 
 
-STILL = (40.0, 40.0 + 2 * SILENT_S)
+STILL = (36.5, 36.5 + 2 * SILENT_S)
 SLOW_START = dataclasses.replace(BALANCED, start_s=5.0)
 """Windows of ten seconds."""
 
@@ -260,7 +262,7 @@ def test_nothing_is_decided_on_a_window_in_which_an_engine_has_stood_still(tmp_p
     where = settings(steps=110, engine={"count": 2}, trainer={"ranks": 2})
     ended = simulated(where, tmp_path, world=SLOW_START, beside=with_disk(Disk()), cast=Cast(trainer=nobody, engine=engine))
     assert ended.problems() == []
-    assert len(decided(ended, "stays")) >= 5
+    assert len(decided(ended, "stays")) >= 4
     assert measured_in(ended, *STILL) == []
     assert decided(ended) == []
 
@@ -280,7 +282,7 @@ def test_nothing_is_decided_on_a_window_in_which_the_trainer_has_stood_still(tmp
     monkeypatch.setattr(peers, "live_on", live_on)
     ended = simulated(settings(steps=110, trainer={"silent_after_s": 60.0}), tmp_path, world=SLOW_START, beside=beside)
     assert ended.problems() == []
-    assert len(decided(ended, "stays")) >= 5
+    assert len(decided(ended, "stays")) >= 4
     assert measured_in(ended, *STILL) == []
     assert decided(ended) == []
 
@@ -292,7 +294,7 @@ def test_nothing_is_decided_while_the_trainer_does_not_say_how_fast_it_is(tmp_pa
 
         def without_figures(done: StepDone) -> None:
             missing = {"tokens_per_s": 0.0} if done.step % 2 else {}
-            hear(msgspec.structs.replace(done, metrics={**done.metrics, **missing} if missing else {}))
+            hear(msgspec.structs.replace(done, metrics={**done.metrics, **missing}))
 
         progress.on_trained = without_figures
         async with begun(given) as (machine, _):
@@ -327,9 +329,15 @@ def test_a_full_disk_takes_a_change_back_and_each_further_try_waits_twice_as_lon
     assert rests[1] >= 2 * rests[0] - 2
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_whatever_is_asked_for_by_hand_meanwhile_wins_and_breaks_no_promise(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
+def test_no_change_begins_that_the_last_steps_cannot_pay_for(tmp_path: Path) -> None:
+    ended = simulated(settings(steps=8), tmp_path, beside=with_disk(Disk()))
+    assert ended.problems() == []
+    assert decided(ended) == []
+    assert decided(ended, "stays")[0]["speed_then"] > 1.5 * decided(ended, "stays")[0]["speed_now"]
+
+
+def test_whatever_is_asked_for_by_hand_meanwhile_wins_and_breaks_no_promise(tmp_path: Path) -> None:
+    chance = random.Random(0)
     ends: list[tuple[int, int]] = []
 
     async def beside(given: Beside) -> None:
