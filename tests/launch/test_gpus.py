@@ -63,7 +63,7 @@ def pretended(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def test_every_rank_of_every_part_has_a_gpu_of_its_own_and_an_engines_ranks_are_neighbours():
     options = {"tensor_parallel_size": 2}
     found = indices(placed(8, engine={"count": 2, "options": options}, prm={"path": "p"}, trainer={"ranks": 3}))
-    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm": [4], "trainer": [5, 6, 7]}
+    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm-1": [4], "trainer": [5, 6, 7]}
 
 
 def test_each_process_of_a_reward_model_has_a_gpu_of_its_own_and_the_scorer_is_told_them_in_order():
@@ -119,12 +119,12 @@ def test_the_trainer_of_a_run_in_turns_has_the_gpus_of_its_engines_and_nobody_el
     tensor = {"options": {"tensor_parallel_size": 2}}
     assert indices(placed(1, engine=cache, **turns)) == {"engine-0": [0], "trainer": [0]}
     found = indices(placed(5, engine=cache | tensor | {"count": 2}, trainer={"ranks": 4}, prm={"path": "p"}, **turns))
-    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm": [4], "trainer": [0, 1, 2, 3]}
+    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm-1": [4], "trainer": [0, 1, 2, 3]}
     assert indices(placed(4, engine=cache | tensor | {"gpus": [3, 2]}, trainer={"ranks": 2}, **turns))["trainer"] == [3, 2]
     assert indices(placed(2, engine=cache, trainer={"gpus": [1]}, **turns)) == {"engine-0": [1], "trainer": [1]}
-    with pytest.raises(ConfigError, match=r"prm and trainer are both given GPU 1 "):
+    with pytest.raises(ConfigError, match=r"prm-1 and trainer are both given GPU 1 "):
         placed(2, engine=cache | {"gpus": [0]}, prm={"path": "p", "gpus": [1]}, trainer={"gpus": [1]}, **turns)
-    with pytest.raises(ConfigError, match=r"engine-0 and prm are both given GPU 0 "):
+    with pytest.raises(ConfigError, match=r"engine-0 and prm-1 are both given GPU 0 "):
         placed(2, engine=cache | {"gpus": [0]}, prm={"path": "p", "gpus": [0]}, **turns)
     with pytest.raises(ConfigError, match=r"which starts beside it, nothing\. Set engine\.kv_cache_bytes"):
         placed(1, **turns)
@@ -135,9 +135,9 @@ def test_engines_apart_have_gpus_that_the_trainer_has_no_turn_on():
     engine = {"kv_cache_bytes": 1 << 30, "count": 3, "apart": 2}
     assert indices(placed(3, engine=engine, **turns)) == {"engine-0": [0], "engine-1": [1], "engine-2": [2], "trainer": [0]}
     found = indices(placed(5, engine=engine, trainer={"ranks": 2}, prm={"path": "p"}, **turns))
-    assert found == {"engine-0": [0], "engine-1": [2], "engine-2": [3], "prm": [4], "trainer": [0, 1]}
+    assert found == {"engine-0": [0], "engine-1": [2], "engine-2": [3], "prm-1": [4], "trainer": [0, 1]}
     found = indices(placed(4, engine=engine, trainer={"gpus": [3]}, prm={"path": "p"}, **turns))
-    assert found == {"engine-0": [3], "engine-1": [0], "engine-2": [1], "prm": [2], "trainer": [3]}
+    assert found == {"engine-0": [3], "engine-1": [0], "engine-2": [1], "prm-1": [2], "trainer": [3]}
     with pytest.raises(ConfigError, match=r"engine-1 and trainer are both given GPU 1 "):
         placed(3, engine=engine | {"gpus": [0, 1, 2]}, trainer={"ranks": 2}, **turns)
     with pytest.raises(ConfigError, match=r"engine 3 and trainer 2 GPUs are needed"):

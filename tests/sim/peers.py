@@ -399,13 +399,13 @@ def step_scores(token_ids: np.ndarray, *, turn_ends: Sequence[int] | None = None
     return ends, [float(token_ids[: end + 1].sum() % 97) / 97 for end in ends]
 
 
-async def prm(link: MemoryLink, *, world: World) -> None:
+async def prm(link: MemoryLink, *, world: World, prm_id: int = 1) -> None:
     """Follow traces until told to stop, all that has come in one batch of `score_s` seconds; a trace's scores depend on all before."""
     traces: dict[str, list[int]] = {}
     attempts: dict[str, int] = {}
     told: dict[str, int] = {}
     turns: dict[str, list[int] | None] = {}
-    ready = PrmReady(prm_id=1, process_id=next(process_ids), version="simulated")
+    ready = PrmReady(prm_id=prm_id, process_id=next(process_ids), version="simulated")
 
     def introduce(kept: Sequence[bytes]) -> list[Message]:
         for known in (traces, attempts, told):
@@ -416,7 +416,9 @@ async def prm(link: MemoryLink, *, world: World) -> None:
     link.introduce(introduce)
     while True:
         link.send(
-            PrmLoad(prm_id=1, num_traces=len(traces), num_steps=0, num_trace_tokens=0, num_computed=0, num_uncached_tokens=0, busy_s=0.0)
+            PrmLoad(
+                prm_id=prm_id, num_traces=len(traces), num_steps=0, num_trace_tokens=0, num_computed=0, num_uncached_tokens=0, busy_s=0.0
+            )
         )
         message = await _message_within(link, seconds=1.0)
         touched: dict[str, bool] = {}
