@@ -135,7 +135,7 @@ class Scaling:
         before = {part.membership.kind: part.membership.num_wanted for part in self._parts}
         ranks = asked.trainer if asked.trainer != change.record.wanted else None
         why_not = self._why_not_prm(asked) or (None if ranks is None else change.why_not(ranks))
-        leaving = {self.engines: self.membership.scale(asked, refused=why_not)}
+        leaving: dict[Engines | Prm, list[int]] = {self.engines: self.membership.scale(asked, refused=why_not)}
         record = self.membership.record()
         if self.prm is not None and not record.refused:
             leaving[self.prm] = self.prm.membership.scale(asked)
@@ -178,10 +178,10 @@ class Scaling:
         if await self.trainer.carry_out():
             return
         memberships = (part.membership for part in self._parts)
-        again = {str(one.kind): before[one.kind] for one in memberships if one.num_wanted == asked.number_of(one.kind)}
+        again = {one.kind: before[one.kind] for one in memberships if one.num_wanted == asked.number_of(one.kind)}
         if again:
             newest = self.membership.record().request_id
-            self._scale(ScaleRequest(request_id=newest + 1, **again), tasks)
+            self._scale(ScaleRequest(request_id=newest + 1, engines=again.get(Kind.ENGINES), prm=again.get(Kind.PRM)), tasks)
             self._tell()
 
     def _why_not_prm(self, asked: ScaleRequest) -> str | None:
