@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.rules.membership import Membership
 from orchestrator.rules.validation.penalties import Penalties, Penalty
-from orchestrator.rules.validation.violations import Kind, Violation, shorten, wrong_identity
+from orchestrator.rules.validation.violations import Kind, Violation, number_of, shorten, wrong_identity
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import Failed, Message, Starting, Stop, Unread
 from pipelinerl.transport.base import Hub
@@ -216,8 +216,9 @@ class Peers:
         """Listen to no process of this name any more. Raises `PeerRefused` where the run cannot go on without it."""
         self._tell(peer, "banned", f"it keeps saying what cannot be, last {violation.kind}: nothing it says is heard any more", 1)
         self._banned.add(peer)
+        is_spare = self._membership.may_be_lost(number_of(peer))
         self._condemn(peer, is_final=True)
-        if not self._has_spares or self._banned >= self._present():
+        if not is_spare and (not self._has_spares or self._banned >= self._present()):
             raise PeerRefused(
                 f"{peer} keeps saying what cannot be, and the run cannot go on without it: {shorten(violation.words)}. It was replaced as"
                 " often as may be; see its log, and who else may have its key"

@@ -57,6 +57,7 @@ class Prm:
         peers.on(PrmReady, self._on_ready)
         peers.on(PrmLoad, self._on_load)
         peers.on_silent(self._on_silent)
+        peers.on_rejected(self._on_rejected)
 
     def __iter__(self) -> Iterator[PrmEngine]:
         return iter(self._engines.values())
@@ -181,6 +182,11 @@ class Prm:
             return False
         self.lost(number, words)
         return True
+
+    def _on_rejected(self, peer: str, is_banned: bool) -> None:
+        """Go on without an engine that has joined and keeps committing violations."""
+        if is_banned and self.membership.may_be_lost(number_of(peer)):
+            self.lost(number_of(peer), "it kept saying what cannot be")
 
     def _forget(self, engine: PrmEngine, *, has_died: bool) -> None:
         if engine.load is not None:
