@@ -24,25 +24,30 @@ DEADLINES = 2
 def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
     """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
     config = parts.config
-    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout)
+    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout, config.prm)
+    prm = parts.prm if units.prms else None
     began = Layout(
         engines=config.engine.count // units.engines,
         width=width,
         trainers=(config.trainer.ranks - units.core_ranks) // units.devices,
+        scorers=(config.prm.count - units.core_prms) // units.prms if prm else 0,
     )
-    wanted = Orders(parts.membership.num_wanted, parts.trainer_change.record.wanted)  # an earlier orchestrator may have been asked
+    # An earlier orchestrator may have been asked.
+    wanted = Orders(parts.membership.num_wanted, parts.trainer_change.record.wanted, prm.membership.num_wanted if prm else 0)
     roles = Roles(_pool(parts, units), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
     rule = RoleOrders(roles, units, wanted=wanted)
     return RoleChanges(
         rule=rule,
         window=RoleWindow(slots=config.engine.max_running, least_steps=WINDOW_STEPS),
         engines=parts.engines,
+        prm=prm,
         change=parts.trainer_change,
         training=training,
         progress=parts.progress,
         watch=parts.watch,
         journal=parts.given.journal,
         engines_of_unit=units.engines,
+        prms_of_unit=units.prms,
         drain_s=drain_s_of(config),
     )
 
@@ -54,12 +59,14 @@ def _pool(parts: Parts, units: Units) -> Pool:
     @functools.cache
     def may_be(layout: Layout) -> bool:
         orders = orders_of(layout, units)
-        return orders.engines <= config.engine.most and parts.trainer_change.why_not(orders.trainer) is None
+        are_known = orders.engines <= config.engine.most and orders.prm <= config.prm.most
+        return are_known and parts.trainer_change.why_not(orders.trainer) is None
 
     return Pool(
         unit_devices=units.devices,
         unit_replicas=units.replicas,
         core_replicas=units.core_ranks / units.ranks_per_replica,
+        core_scorers=units.core_prms / max(1, units.prms),
         profiles={},
         most_running=min(admitted, config.pipeline.max_running or admitted),
         switch_s=0.0,

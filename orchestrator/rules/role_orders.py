@@ -1,8 +1,8 @@
 """RoleOrders turns what `rules.roles` plans into orders for a live run, and follows each until it is over, taken back or overruled.
 
-A layout counts units, orders count engines and trainer ranks: the same that `pipelinerl scale` gives. So an order by hand is seen by its
-numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no measurement says. After
-`HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
+A layout counts units, orders count engines, trainer ranks and engines of the process reward model, as `pipelinerl scale` does. So an order
+by hand is seen by its numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no
+measurement says. After `HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class Orders:
     engines: int
     trainer: int
     """Ranks."""
+    prm: int = 0
+    """Engines of the process reward model; 0 where none change."""
 
     def __str__(self) -> str:
-        return f"engines={self.engines} trainer={self.trainer}"
+        return f"engines={self.engines} trainer={self.trainer}" + (f" prm={self.prm}" if self.prm else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +152,18 @@ class RoleOrders:
 
 def orders_of(layout: Layout, units: Units) -> Orders:
     """Return the orders that make a layout."""
-    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices)
+    prm = units.core_prms + layout.scorers * units.prms
+    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices, prm)
 
 
 def layout_of(orders: Orders, units: Units, *, width: int) -> Layout | None:
     """Return the layout that orders make; None where they are no whole units."""
-    further = orders.trainer - units.core_ranks
-    if orders.engines % units.engines or further < 0 or further % units.devices:
+    further, scorers = orders.trainer - units.core_ranks, orders.prm - units.core_prms
+    if orders.engines % units.engines or min(further, scorers) < 0 or further % units.devices or (units.prms and scorers % units.prms):
         return None
-    return Layout(engines=orders.engines // units.engines, width=width, trainers=further // units.devices)
+    return Layout(
+        engines=orders.engines // units.engines,
+        width=width,
+        trainers=further // units.devices,
+        scorers=scorers // units.prms if units.prms else 0,
+    )

@@ -126,7 +126,8 @@ class Scaling:
         if roles is None or (orders := roles.look()) is None:
             return
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
-        request = ScaleRequest(request_id=number, engines=orders.engines, trainer=orders.trainer, drain_s=roles.drain_s)
+        asked = {"engines": orders.engines, "prm": orders.prm or None, "trainer": orders.trainer}
+        request = ScaleRequest(request_id=number, drain_s=roles.drain_s, **asked)
         self._scale(request, tasks)  # where it is refused, the next look sees that nothing of it was carried out
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:

@@ -9,15 +9,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from orchestrator.peers.prm import PrmEngine
+from orchestrator.rules.membership import membership_of, prm_membership_of
 from pipelinerl.config import Config
-from pipelinerl.messages import ToScorer
-from pipelinerl.runtime.membership import Kind, Member, Members, ScaleRequest, StartedBy, State
-from tests.sim import peers
+from pipelinerl.messages import StepsScored, ToScorer
+from pipelinerl.runtime.membership import Kind, Member, Members, ScaleFolder, ScaleRequest, StartedBy, State
+from tests.sim import peers, trainer_group
+from tests.sim import test_elastic as elastic
 from tests.sim.chaos import Faults, survive
-from tests.sim.run import Beside, Simulated, run
+from tests.sim.memory import MemoryLink
+from tests.sim.run import Beside, Cast, Simulated, run
 from tests.sim.test_prm_scoring import credit, followed
 from tests.sim.test_scaling import Machine
 
@@ -193,6 +197,115 @@ def test_an_engine_that_has_joined_and_falls_silent_is_lost_and_its_traces_begin
     assert [one for one in changes(ended) if one.startswith("prm 2")] == ["prm 2 joining", "prm 2 live", "prm 2 lost", "prm 2 live"]
 
 
+def test_an_engine_that_is_killed_while_it_drains_has_left_once_its_name_is_taken_again(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        launcher = await begun(given)
+        launcher.order(prm=2)
+        await launcher.settled()
+        while not (engine := given.run.parts.prm and given.run.parts.prm.find(2)) or engine.num_outstanding < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        launcher.order(prm=1, drain_s=600.0)
+        while launcher.members(Kind.PRM)[1].state is not State.DRAINING:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await launcher.kill_prm(2)
+        launcher.start_prm(2)
+        await launcher.settled()
+        await launcher.prms[2]  # it was told to end
+
+    ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW, group_advantages=credit)
+    assert ended.problems() == []
+    assert ended.ending.rollouts.failed == 0
+    (left,) = [line["reason"] for line in ended.lines if line["kind"] == "member" and line["state"] == "left"]
+    assert left == "it ended before it had answered all that it had"
+
+
+def test_word_that_an_engine_is_gone_is_believed_at_once_and_named(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        launcher = await begun(given)
+        launcher.order(prm=2)
+        await launcher.settled()
+        await launcher.kill_prm(2)
+        given.folder.tell_gone([2], "there is no GPU for it", Kind.PRM)
+
+    ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW, group_advantages=credit)
+    assert ended.problems() == []
+    (lost,) = [line for line in ended.lines if line["kind"] == "member" and line["state"] == "lost"]
+    assert (lost["of"], lost["engine_id"], lost["reason"]) == ("prm", 2, "there is no GPU for it")
+
+
+def test_an_engine_that_has_joined_and_lies_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Lies:
+        def __init__(self, link: MemoryLink) -> None:
+            self._link = link
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._link, name)
+
+        def send(self, message: Any) -> None:
+            if isinstance(message, StepsScored):
+                message = msgspec.structs.replace(message, num_taken=message.num_taken + 1000)
+            self._link.send(message)
+
+    async def beside(given: Beside) -> None:
+        launcher = await begun(given)
+        launcher.order(prm=2)
+        while len(launcher.members(Kind.PRM)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        link: Any = Lies(given.scorer_hub.connect("scorer-2", accepts=ToScorer))
+        await peers.prm(link, world=given.world, prm_id=2)
+
+    ended = run(settings(steps=12), folder=tmp_path, beside=beside, world=SLOW, group_advantages=credit)
+    assert ended.problems() == []
+    assert ended.ending.reason == "finished"
+    assert changes(ended)[-1] == "prm 2 lost"
+    (lost,) = [line["reason"] for line in ended.lines if line["kind"] == "member" and line["state"] == "lost"]
+    assert lost == "it kept saying what cannot be"
+
+
+def test_an_orchestrator_that_takes_anothers_place_knows_the_engines_that_have_joined(tmp_path: Path) -> None:
+    prm = prm_membership_of(settings(), earlier=None)
+    prm.scale(ScaleRequest(request_id=1, prm=2))
+    engines = membership_of(settings(), earlier=None)
+    ScaleFolder(tmp_path).publish(msgspec.structs.replace(engines.record(), prm=prm.record()))
+
+    async def beside(given: Beside) -> None:
+        launcher = Launcher(given)
+        launcher.start_prm(2)
+        await launcher.settled()
+
+    ended = run(settings(steps=4), folder=tmp_path, beside=beside, world=SLOW, group_advantages=credit)
+    assert ended.problems() == []
+    assert "prm 2 live" in changes(ended)
+
+
+def test_the_trainer_changes_once_the_models_engines_have_left_and_they_come_back_where_it_cannot(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        launcher, trainer = Launcher(given), trainer_group.Launcher(given, fails=(2,))
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(trainer.run())
+            await launcher.settled()
+            given.folder.ask(ScaleRequest(request_id=1, prm=1, trainer=2, drain_s=5.0))
+            for state in (State.LEFT, State.JOINING):
+                while launcher.members(Kind.PRM)[1].state is not state:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            await launcher.settled()
+            await asyncio.sleep(3.0)
+            while not given.run.pipeline.training.finished.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            task.cancel()
+
+    where = elastic.settings(steps=60, prm={"path": "unused", "chunk_tokens": 3, "count": 2}, pipeline={"elastic": False})
+    cast, world = Cast(trainer=trainer_group.nobody), peers.World(step_s=0.05, prm_s=1.0)
+    ended = run(where, folder=tmp_path, beside=beside, world=world, cast=cast, group_advantages=credit, limit_s=6000.0)
+    assert ended.problems() == []
+    lines = [line for line in ended.lines if line["kind"] in ("member", "trainer_ranks")]
+    there = [f"{line['of']} {line['engine_id']} {line['state']}" if line["kind"] == "member" else line["phase"] for line in lines]
+    assert there.index("prm 2 left") < there.index("starting"), "its device may be the trainer's"
+    assert there.index("starting") < there.index("prm 2 joining") < there.index("prm 2 live", there.index("prm 2 joining"))
+    (scale,) = [line for line in ended.lines if line["kind"] == "scale" and line["prm"] == 2]
+    assert scale["engines"] is None, "nobody asked for another number of these"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_seeded_orders_and_losses_keep_every_promise(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -219,6 +332,8 @@ def test_seeded_orders_and_losses_keep_every_promise(tmp_path: Path, seed: int) 
     ended = run(settings(steps=10), folder=tmp_path, beside=beside, world=world, group_advantages=credit, limit_s=2000.0)
     assert ended.problems() == []
     assert ended.ending.rollouts.failed == 0, "who leaves or is lost costs no rollout"
+    waiting = [line["prm"]["num_waiting_tokens"] for line in ended.lines if line["kind"] == "status" and line["prm"]]
+    assert waiting[-1] == 0
     assert happened["killed"] >= 1
     assert happened["asked"] >= 3
 
@@ -230,6 +345,33 @@ def test_two_engines_are_killed_again_and_again_and_scores_count_once(tmp_path: 
     assert survived.problems() == []
     assert survived.ending.reason == "finished"
     assert survived.kills["prm"] >= 3
+
+
+def test_the_rule_of_elastic_roles_gives_the_model_an_engines_device_where_it_is_the_slowest(tmp_path: Path) -> None:
+    """Three engines write 780 tokens per second, a rank trains 2,800, and an engine of the model scores 260: two and two are worth 520."""
+
+    async def beside(given: Beside) -> None:
+        launcher, trainer = Launcher(given), trainer_group.Launcher(given)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(trainer.run())
+            while True:
+                await launcher.settled()
+                await asyncio.sleep(0.1)
+
+    where = elastic.settings(steps=60, prm={"path": "unused", "chunk_tokens": 3})
+    world = peers.World(step_s=0.012, token_s=2e-4, mean_tokens=10, prm_token_s=1 / 300)
+    cast = Cast(trainer=trainer_group.nobody)
+    ended = run(where, folder=tmp_path, beside=beside, world=world, cast=cast, group_advantages=credit, limit_s=6000.0)
+    assert ended.problems() == []
+    lines = [line for line in ended.lines if line["kind"] == "roles"]
+    decided = [line for line in lines if line["word"] != "stays"]
+    assert [(line["word"], line["engines_then"], line["trainer_then"], line["prm_then"]) for line in decided] == [
+        ("begins", 2, 1, 2),
+        ("taken", 2, 1, 2),
+    ]
+    assert decided[0]["speed_then"] > 1.5 * decided[0]["speed_now"]
+    assert lines[-1]["speed_now"] > 1.5 * decided[0]["speed_now"], "it has become what was foretold"
+    assert not [line for line in ended.lines if line["kind"] == "trainer_ranks" and line["epoch"]], "the trainer stays as it is"
 
 
 @pytest.mark.parametrize(
