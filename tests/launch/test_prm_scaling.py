@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipelinerl.config.file import load
 from pipelinerl.demo.settings import demo_config, make_demo_model
+from pipelinerl.errors import ConfigError
+from pipelinerl.launch.launcher import Launcher
+from pipelinerl.launch.roles import Role, prm_engine
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.observe.lines import read_journals
-from pipelinerl.runtime.membership import Kind, Member, ScaleFolder
+from pipelinerl.runtime.membership import Kind, Member, Members, ScaleFolder, StartedBy, State
 from scripts.chaos import victims
 from tests import processes
 from tests.launch.test_scaling import LAUNCHER, PLUGINS, scale
@@ -87,3 +92,34 @@ def test_a_live_run_hands_an_engines_device_to_the_model_and_back_also_when_it_i
     assert refused.returncode != 0
     assert "prm=0: expected 1 to 8" in refused.stdout + refused.stderr
     assert not [line for line in read_journals(live) if line["kind"] == "violation"]
+
+
+def test_nobody_is_started_while_somebody_leaves_whose_device_may_be_meant_for_it(tmp_path: Path) -> None:
+    asked: list[tuple[Kind, int]] = []
+
+    def joined(kind: Kind, engine_id: int, others: Iterable[Role]) -> Role:
+        asked.append((kind, engine_id))
+        raise ConfigError("no GPU")
+
+    folder, (first, second) = ScaleFolder(tmp_path), (prm_engine(tmp_path, number, started_by=StartedBy.RUN) for number in (1, 2))
+    launcher = Launcher((first, second), tmp_path, joined=joined)
+
+    def publish(engine: State, prm: State) -> None:
+        members = (
+            Members(members=(Member(engine_id=2, state=state, started_by=StartedBy.LAUNCHER),), num_wanted=1, count=1)
+            for state in (engine, prm)
+        )
+        folder.publish(msgspec.structs.replace(next(members), prm=next(members)))
+
+    for engine, prm in ((State.DRAINING, State.JOINING), (State.JOINING, State.DRAINING)):
+        publish(engine, prm)
+        asyncio.run(launcher._start_joined())
+        assert asked == []
+    publish(State.LEFT, State.JOINING)
+    assert [launcher._has_left(role.name) for role in (first, second)] == [False, False]
+    asyncio.run(launcher._start_joined())
+    assert (asked, folder.take_gone(), folder.take_gone(Kind.PRM)) == ([(Kind.PRM, 2)], {}, {2: "no GPU"})
+    publish(State.JOINING, State.LEFT)
+    assert [launcher._has_left(role.name) for role in (first, second)] == [False, True]
+    asyncio.run(launcher._start_joined())
+    assert asked[1:] == [(Kind.ENGINES, 2)]
