@@ -156,7 +156,7 @@ class Prm:
             self.membership.ended(number)
             self._forget(before, has_died=True)
         self.membership.joined(number)
-        self._on_room()
+        self._serve_again()
         self.changed.set()
 
     def _on_load(self, peer: str, load: PrmLoad) -> None:
@@ -172,7 +172,14 @@ class Prm:
         if engine.is_behind:
             engine.is_behind = False
             self._on_lost(engine, True)
-            self._on_room()
+            self._serve_again()
+
+    def _serve_again(self) -> None:
+        """Have traces begin that no engine has, and those of engines that cannot be reached: there is one that serves."""
+        for engine in list(self):
+            if engine.is_behind:
+                self._on_lost(engine, True)
+        self._on_room()
 
     def _on_silent(self, peer: str, words: str) -> bool:
         """Give up an engine that has joined and has fallen silent; return False for one without which the run does not go on."""

@@ -61,15 +61,14 @@ def units_of(engine: EngineSection, layout: Layout, prm: PrmSection | None = Non
     """Return the units of a run with such engines, a trainer that begins in this layout, and a process reward model, where it has one."""
     copy = layout.ranks_per_replica * layout.shard
     devices = math.lcm(engine.num_ranks, copy)
-    has_prm = prm is not None and prm.path is not None and devices % prm.num_ranks == 0
-    prms = devices // prm.num_ranks if has_prm else 0
+    prms = 0 if prm is None or prm.path is None or devices % prm.num_ranks else devices // prm.num_ranks
     return Units(
         devices=devices,
         engines=devices // engine.num_ranks,
         core_ranks=layout.ranks - devices * ((layout.ranks - 1) // devices),
         ranks_per_replica=layout.ranks_per_replica,
         prms=prms,
-        core_prms=prm.count - prms * ((prm.count - 1) // prms) if has_prm else 0,
+        core_prms=prm.count - prms * ((prm.count - 1) // prms) if prm is not None and prms else 0,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from orchestrator.replay.harness import Harness, records
 from orchestrator.stages.prm import MAX_DEATHS, PrmScoring
+from pipelinerl.errors import PeerGone
 from pipelinerl.messages import Cancel, Generate, Message, PrmLoad, PrmReady, Sampling, StepsScored, Stop, Tokens, TraceTokens
 from tests.sim.clock import simulate
 from tests.sim.run import config
@@ -24,8 +25,14 @@ class Model:
         self.prm = harness.parts.prm
         assert self.prm is not None
         self.told: list[tuple[str, Message]] = []
+        self.unreachable: set[str] = set()
         self._hub = harness.scorer_hub
-        self._hub.told = lambda peer, message: self.told.append((peer, message))
+        self._hub.told = self._hear
+
+    def _hear(self, peer: str, message: Message) -> None:
+        if peer in self.unreachable:
+            raise PeerGone(peer)
+        self.told.append((peer, message))
 
     async def say(self, number: int, message: Message) -> None:
         self._hub.say(f"scorer-{number}", message)
@@ -126,6 +133,49 @@ def test_traces_of_an_engine_whose_process_dies_begin_anew_and_name_one_that_it_
             assert model.stage._traces["a"].is_done
             assert model.stage._traces["a"].error == "the process reward model died 3 times with tokens of this trace"
             assert not model.stage._traces["b"].is_done
+
+    simulate(program())
+
+
+def test_an_engine_that_cannot_be_sent_to_loses_its_traces_at_once_and_the_last_one_once_it_is_heard_again(tmp_path: Path) -> None:
+    def load(number: int) -> PrmLoad:
+        return PrmLoad(prm_id=number, num_traces=0, num_steps=0, num_trace_tokens=0, num_computed=0, num_uncached_tokens=0, busy_s=0.0)
+
+    async def program() -> None:
+        async with two(tmp_path) as model:
+            model.write("a", 0, 1, 2)
+            model.given()
+            model.unreachable = {"scorer-1"}
+            model.write("a", 2, 3)
+            assert model.given() == [("scorer-2", "a", 0, [1, 2, 3])]
+            model.write("b", 0, 1)
+            assert model.given() == [("scorer-2", "b", 0, [1])], "it is given nothing until it is heard from"
+            model.unreachable = {"scorer-1", "scorer-2"}
+            model.write("a", 3, 4)
+            model.write("c", 0, 1)
+            assert model.given() == [], "there is nobody"
+            model.unreachable = set()
+            await model.say(2, load(2))
+            assert model.given() == [("scorer-2", "a", 0, [1, 2, 3, 4]), ("scorer-2", "b", 0, [1]), ("scorer-2", "c", 0, [1])]
+            await model.say(1, load(1))
+            model.write("d", 0, 1)
+            assert model.given() == [("scorer-1", "d", 0, [1])]
+            assert model.stage.num_waiting_tokens == 4 + 1 + 1 + 1
+
+    simulate(program())
+
+
+def test_a_trace_that_no_engine_has_begins_where_another_process_announces_itself(tmp_path: Path) -> None:
+    async def program() -> None:
+        async with two(tmp_path) as model:
+            model.unreachable = {"scorer-1", "scorer-2"}
+            for name in ("a", "b", "c"):
+                model.write(name, 0, 1)
+            model.unreachable = set()
+            await model.begin(1, process_id=9)
+            assert model.given() == [("scorer-1", name, 0, [1]) for name in ("a", "b", "c")]
+            await model.begin(2, process_id=10)
+            assert model.given() == [], "they stay"
 
     simulate(program())
 

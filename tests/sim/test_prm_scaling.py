@@ -284,7 +284,7 @@ def test_the_trainer_changes_once_the_models_engines_have_left_and_they_come_bac
         async with asyncio.TaskGroup() as group:
             task = group.create_task(trainer.run())
             await launcher.settled()
-            given.folder.ask(ScaleRequest(request_id=1, prm=1, trainer=2, drain_s=5.0))
+            given.folder.ask(ScaleRequest(request_id=1, prm=1, trainer=2, drain_s=60.0))
             for state in (State.LEFT, State.JOINING):
                 while launcher.members(Kind.PRM)[1].state is not state:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
@@ -295,7 +295,7 @@ def test_the_trainer_changes_once_the_models_engines_have_left_and_they_come_bac
             task.cancel()
 
     where = elastic.settings(steps=60, prm={"path": "unused", "chunk_tokens": 3, "count": 2}, pipeline={"elastic": False})
-    cast, world = Cast(trainer=trainer_group.nobody), peers.World(step_s=0.05, prm_s=1.0)
+    cast, world = Cast(trainer=trainer_group.nobody), peers.World(step_s=0.05, prm_s=4.0)
     ended = run(where, folder=tmp_path, beside=beside, world=world, cast=cast, group_advantages=credit, limit_s=6000.0)
     assert ended.problems() == []
     lines = [line for line in ended.lines if line["kind"] in ("member", "trainer_ranks")]
