@@ -24,15 +24,18 @@ DEADLINES = 2
 def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
     """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
     config = parts.config
-    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout)
+    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout, config.prm)
+    prm = parts.prm if units.prms else None
     began = Layout(
         engines=config.engine.count // units.engines,
         width=width,
         trainers=(config.trainer.ranks - units.core_ranks) // units.devices,
+        scorers=(config.prm.count - units.core_prms) // units.prms if prm else 0,
     )
     assert parts.given.scale is not None, "who can change its engines has a folder for that"
     membership, earlier = parts.membership, parts.given.scale.roles()
-    wanted = Orders(membership.num_wanted, parts.trainer_change.record.wanted)  # an earlier orchestrator may have been asked
+    num_prm = prm.membership.num_wanted if prm else 0
+    wanted = Orders(membership.num_wanted, parts.trainer_change.record.wanted, num_prm)  # an earlier orchestrator may have been asked
     roles = Roles(_pool(parts, units), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
     rule = RoleOrders(roles, units, wanted=wanted, num_given_up=membership.num_given_up, now_s=parts.started_s)
     if earlier is not None:
@@ -41,6 +44,7 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         rule=rule,
         window=RoleWindow(slots=config.engine.max_running, least_steps=WINDOW_STEPS),
         engines=parts.engines,
+        prm=prm,
         change=parts.trainer_change,
         training=training,
         progress=parts.progress,
@@ -48,6 +52,7 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         journal=parts.given.journal,
         folder=parts.given.scale,
         engines_of_unit=units.engines,
+        prms_of_unit=units.prms,
         drain_s=drain_s_of(config),
         missing_s=config.engine.ready_deadline_s,
         is_first=parts.given.scale.members() is None,
@@ -64,12 +69,14 @@ def _pool(parts: Parts, units: Units) -> Pool:
 
     def may_be(layout: Layout) -> bool:
         orders = orders_of(layout, units)
-        return orders.engines + parts.membership.num_given_up <= config.engine.most and may_train(orders.trainer)
+        are_known = orders.engines + parts.membership.num_given_up <= config.engine.most and orders.prm <= config.prm.most
+        return are_known and may_train(orders.trainer)
 
     return Pool(
         unit_devices=units.devices,
         unit_replicas=units.replicas,
         core_replicas=units.core_ranks / units.ranks_per_replica,
+        core_scorers=units.core_prms / max(1, units.prms),
         profiles={},
         most_running=min(admitted, config.pipeline.max_running or admitted),
         switch_s=0.0,

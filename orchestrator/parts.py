@@ -33,7 +33,7 @@ from orchestrator.rules.dispatch import Dispatch, dispatch_of
 from orchestrator.rules.group_cut import GroupCut, group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
-from orchestrator.rules.membership import membership_of
+from orchestrator.rules.membership import membership_of, prm_membership_of
 from orchestrator.rules.phases import sleep_bound
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.validation.announcements import AnnouncementCheck
@@ -52,7 +52,7 @@ from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, S
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.calls import reward_weights
-from pipelinerl.runtime.membership import ScaleFolder
+from pipelinerl.runtime.membership import FIRST_PRM, Kind, ScaleFolder
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.watch import Watch
 from pipelinerl.transport.base import Hub
@@ -61,8 +61,8 @@ MAX_ASKED_BY_SCRIPT = 1 << 20
 """Requests that engines may say they have in a script's run, where no count of groups bounds them. A larger value only lets a dishonest
 engine fill memory.
 """
-NUM_SCORERS = 1
-"""Scorer processes; each runs `scorer.slots` calls at once in worker processes of its own."""
+NUM_SCORERS = FIRST_PRM
+"""Scorer processes that run reward functions; each runs `scorer.slots` calls at once in worker processes of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,17 +159,18 @@ class Parts:
         self.announcement_check = (
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
-        self.membership = membership_of(config, earlier=given.scale and given.scale.members(), takes_all=given.is_replay)
+        earlier = given.scale and given.scale.members()
+        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
         if not self.membership.goes_on:  # `engine.count` is another one
-            self.trainer_change.keep_engines()
+            self.trainer_change.keep_engines([Kind.ENGINES])
         self.packing = packing_of(config, num_replicas=self.trainer_change.num_replicas)
         self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(
                 given.engine_hub,
                 "engine",
-                config.engine.count,
+                0,
                 ready_s,
                 silent_after_s=config.engine.silent_after_s,
                 has_spares=True,
@@ -184,8 +185,14 @@ class Parts:
             membership=self.membership,
             why_unreached=self._transport.why_unreached,
         )
+        prm = prm_membership_of(config, earlier=earlier and earlier.prm, takes_all=given.is_replay)
         scorers = self._peers(
-            given.scorer_hub, "scorer", NUM_SCORERS + config.prm.is_used, ready_s, silent_after_s=config.scorer.silent_after_s
+            given.scorer_hub,
+            "scorer",
+            NUM_SCORERS,
+            ready_s,
+            silent_after_s=config.scorer.silent_after_s,
+            membership=prm if config.prm.is_used and not given.is_replay else None,
         )
         scorers.on(FunctionFailed, lambda _, failed: self.function_errors.take(failed))
         self.watch.explain(lambda: self.function_errors.words() or None)
@@ -200,12 +207,12 @@ class Parts:
             announcement_check=self.announcement_check,
             first_request_id=int(1e6 * given.journal.clock()),
         )
-        self.prm = Prm(scorers, is_episodic=config.environment.is_used) if config.prm.is_used else None
+        self.prm = Prm(scorers, membership=prm, is_episodic=config.environment.is_used) if config.prm.is_used else None
         """The process reward model, in a run that has one."""
         self.trainer = self._peers(
             given.trainer_hub,
             "trainer",
-            self.trainer_change.num_replicas,
+            0,
             config.trainer.ready_deadline_s,
             silent_after_s=config.trainer.silent_after_s,
             failure_ends_run=True,

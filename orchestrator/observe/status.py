@@ -14,6 +14,7 @@ from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.scorers import Scorers
 from orchestrator.rules.admission import Admission
+from orchestrator.rules.membership import Membership
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.membership import State
 from pipelinerl.runtime.stage import Channel
@@ -31,6 +32,8 @@ class Status:
     ledger: Ledger
     admission: Admission
     engines: Engines
+    memberships: tuple[Membership, ...]
+    """Of the engines, and of those of the process reward model."""
     scorers: Scorers
     channels: list[Channel[Any]]
     refused: Callable[[], dict[str, int]]
@@ -76,8 +79,9 @@ class Status:
             "trained_tokens": self.progress.num_trained_tokens,
             "engines": [_plain(engine.load) for engine in self.engines if engine.load],
             "members": [
-                {"engine_id": one.engine_id, "state": str(one.state), "reason": one.reason}
-                for one in self.engines.membership.record().members
+                {"engine_id": one.engine_id, "of": str(membership.kind), "state": str(one.state), "reason": one.reason}
+                for membership in self.memberships
+                for one in membership.record().members
                 if one.state not in (State.LIVE, State.LEFT)
             ],
             "scorers": [_plain(scorer.load) for scorer in self.scorers if scorer.load],

@@ -132,9 +132,9 @@ class Engines:
         """Return the outstanding rollouts of each serving engine, for routing."""
         return {engine.engine_id: engine.num_outstanding for engine in self.serving()}
 
-    def serves(self, engine: Engine) -> bool:
+    def serves(self, engine: object) -> bool:
         """Return whether the engine's name is still its own: no other process has taken it."""
-        return self._engines.get(engine.engine_id) is engine
+        return isinstance(engine, Engine) and self._engines.get(engine.engine_id) is engine
 
     def takes_work(self, engine_id: int) -> bool:
         """Return whether one engine serves, by the same conditions as `serving`."""
@@ -195,8 +195,10 @@ class Engines:
         self.changed.set()
         self._credits.set()
 
-    def leave(self, engine: Engine, reason: str) -> None:
+    def leave(self, engine_id: int, reason: str) -> None:
         """Give an engine no new work, as it is to leave; with an empty reason, give it some again, as it stays."""
+        if (engine := self.find(engine_id)) is None:
+            return
         engine.leaves_for = reason
         self._note(engine)
         self.changed.set()

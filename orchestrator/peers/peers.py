@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.rules.membership import Membership
 from orchestrator.rules.validation.penalties import Penalties, Penalty
-from orchestrator.rules.validation.violations import Kind, Violation, shorten, wrong_identity
+from orchestrator.rules.validation.violations import Kind, Violation, number_of, shorten, wrong_identity
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import Failed, Message, Starting, Stop, Unread
 from pipelinerl.transport.base import Hub
@@ -52,7 +52,7 @@ class Peers:
         max_processes: int | None = None,
         membership: Membership | None = None,
     ) -> None:
-        """Await the peers of `membership`, which may join and leave; without one, the first `expected`, for good.
+        """Await the first `expected` peers, for good, and those of `membership`, which may join and leave.
 
         Take `replace(peer)`, which has a peer's process killed so that another takes its place; None where nobody can.
 
@@ -66,8 +66,9 @@ class Peers:
         self.refused: collections.Counter[str] = collections.Counter()
         """Violations of peers, by kind; the hub counts messages that could not be read."""
         self._handlers: dict[type[Message], Handler] = {Failed: _raise_failed if failure_ends_run else self._on_failed}
-        self._membership = membership or Membership(count=expected)
-        self._names = self._named(self._membership.names)
+        self._fixed = range(expected)
+        self._membership = membership or Membership(count=0)
+        self._names = self._named([*self._fixed, *self._membership.names])
         """The peers that there may be."""
         self._has_spares = has_spares
         self._tell = tell
@@ -198,7 +199,7 @@ class Peers:
         if self._penalties.failed(peer, now_s=asyncio.get_running_loop().time()):
             self._ended.add(peer)  # from now on it is silent, and in the end replaced for that
             self._gone.add(peer)
-        elif not self._has_spares or self._named(self._membership.present()) <= self._banned | self._last_words.keys():
+        elif not self._has_spares or self._present() <= self._banned | self._last_words.keys():
             return
         self._condemn(peer, is_final=False)
 
@@ -222,8 +223,9 @@ class Peers:
         """Listen to no process of this name any more. Raises `PeerRefused` where the run cannot go on without it."""
         self._tell(peer, "banned", f"it keeps saying what cannot be, last {violation.kind}: nothing it says is heard any more", 1)
         self._banned.add(peer)
+        is_spare = self._membership.may_be_lost(number_of(peer))
         self._condemn(peer, is_final=True)
-        if not self._has_spares or self._banned >= self._named(self._membership.present()):
+        if not is_spare and (not self._has_spares or self._banned >= self._present()):
             raise PeerRefused(
                 f"{peer} keeps saying what cannot be, and the run cannot go on without it: {shorten(violation.words)}. It was replaced as"
                 " often as may be; see its log, and who else may have its key"
@@ -272,7 +274,10 @@ class Peers:
             self._replace(peer)
 
     def _awaited(self) -> set[str]:
-        return self._named(self._membership.awaited())
+        return self._named([*self._fixed, *self._membership.awaited()])
+
+    def _present(self) -> set[str]:
+        return self._named([*self._fixed, *self._membership.present()])
 
     def _named(self, numbers: Iterable[int]) -> set[str]:
         return {f"{self.role}-{number}" for number in numbers}

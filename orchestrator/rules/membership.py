@@ -4,6 +4,8 @@ A run that is asked for more engines first keeps those that were about to leave,
 up those that have not come yet, then the highest ids, which came last. Engines that it began with are awaited, as everything waits for
 them at the start: where one dies, another process takes its place, or the run ends. Those that have joined since, and those that another
 job started, are spares: the run goes on without one that is lost, and takes it back while it has fewer engines than were asked for.
+
+The same holds of the process reward model's engines, apart from the others: a run that has one keeps one at least.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import msgspec
 
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import why_fixed
-from pipelinerl.runtime.membership import Member, Members, ScaleRequest, StartedBy, State
+from pipelinerl.runtime.membership import FIRST_PRM, Kind, Member, Members, ScaleRequest, StartedBy, State
 
 PRESENT = (State.JOINING, State.LIVE)
 """The states of engines that count towards the number that was asked for."""
@@ -27,24 +29,37 @@ def membership_of(config: Config, *, earlier: Members | None, takes_all: bool = 
     return found
 
 
+def prm_membership_of(config: Config, *, earlier: Members | None, takes_all: bool = False) -> Membership:
+    """Return the engines of a run's process reward model, by their numbers among the scorers; see `membership_of`."""
+    prm, why = config.prm, why_fixed(config.pipeline, config.weights, config.tinker)
+    found = Membership(kind=Kind.PRM, first=FIRST_PRM, count=prm.count, most=prm.most, why_fixed=why, takes_all=takes_all)
+    if earlier is not None:
+        found.restore(earlier)
+    return found
+
+
 class Membership:
-    """The engines of one run by id. Every change is news until it is taken."""
+    """The engines of one run, of one kind, by id. Every change is news until it is taken."""
 
     def __init__(
         self,
         *,
         count: int,
+        kind: Kind = Kind.ENGINES,
+        first: int = 0,
         num_here: int | None = None,
         most: int | None = None,
         why_fixed: str | None = None,
         takes_all: bool = False,
     ) -> None:
-        """The run begins with `count` engines, of which the first `num_here` are started with it, and may come to have `most`.
+        """The run begins with `count` engines, numbered from `first` on, of which the first `num_here` are started with it, and may come to
+        have `most`.
 
         `why_fixed` says why no engine may join or leave; None where they may. `takes_all`: whoever comes is one, as where a recorded run is
         repeated.
         """
-        self._takes_all = takes_all
+        self.kind = kind
+        self._first, self._takes_all = first, takes_all
         num_here = count if num_here is None else num_here
         self._count = count
         self._most = count if most is None else most
@@ -55,8 +70,8 @@ class Membership:
         self.num_given_up = 0
         """Of these, lost engines that the run does without until they come again: no other one takes their place."""
         self._members = {
-            number: Member(engine_id=number, state=State.JOINING, started_by=StartedBy.RUN if number < num_here else StartedBy.JOB)
-            for number in range(count)
+            number: Member(engine_id=number, state=State.JOINING, started_by=StartedBy.RUN if number < first + num_here else StartedBy.JOB)
+            for number in range(first, first + count)
         }
         self._news: dict[int, Member] = {}
         self.goes_on = False
@@ -82,7 +97,7 @@ class Membership:
     @property
     def names(self) -> range:
         """The ids that engines of this run may have."""
-        return range(self._most)
+        return range(self._first, self._first + self._most)
 
     def state(self, engine_id: int) -> State | None:
         """Return the state of an engine; None where the run never had it."""
@@ -121,6 +136,16 @@ class Membership:
         """Return whether an engine that announces itself is one of the run's; one that was lost is, while engines are too few."""
         state = self.state(engine_id)
         return self._takes_all or state in PRESENT or (state is State.LOST and len(self.present()) < self.num_wanted)
+
+    def why_not(self, wanted: int | None) -> str | None:
+        """Say why the run cannot have so many engines; None where it can."""
+        if self._why_fixed is not None:
+            return self._why_fixed
+        if wanted is not None and not 1 <= wanted <= self._most:
+            key = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}[self.kind]
+            more = f"More need a run that was started, or resumed, with a larger {key}"
+            return f"{self.kind}={wanted}: expected 1 to {self._most} ({key}). {more}"
+        return None
 
     # --- what happens ---
 
@@ -166,11 +191,12 @@ class Membership:
         now. A request that was answered changes nothing. With `keeps_places` engines that were given up count as if they were there."""
         if request.request_id <= self._request_id:
             return []
-        self._request_id, self._refused = request.request_id, refused or self._why_not(request) or ""
-        if self._refused or request.engines is None:
+        wanted = request.number_of(self.kind)
+        self._request_id, self._refused = request.request_id, refused or self.why_not(wanted) or ""
+        if self._refused or wanted is None:
             return []
-        self.num_wanted, self.num_given_up = request.engines, self.num_given_up if keeps_places else 0
-        missing = request.engines - self.num_given_up - len(self.present())
+        self.num_wanted, self.num_given_up = wanted, self.num_given_up if keeps_places else 0
+        missing = wanted - self.num_given_up - len(self.present())
         for number in self._to_join()[: max(0, missing)]:
             is_kept = self.state(number) is State.DRAINING
             known = self._members.get(number)
@@ -181,7 +207,7 @@ class Membership:
             )
             self._put(msgspec.structs.replace(origin, state=State.LIVE if is_kept else State.JOINING, reason=""))
         leaving = self._to_leave()[: max(0, -missing)]
-        reason = f"engines={request.engines} was asked for"
+        reason = f"{self.kind}={wanted} was asked for"
         for number in leaving:
             self._move(number, State.DRAINING if self.state(number) is State.LIVE else State.LEFT, reason)
         return [number for number in leaving if self.state(number) is State.DRAINING]
@@ -203,16 +229,6 @@ class Membership:
         """Return the engines that have changed since the last call, each as it is now."""
         news, self._news = self._news, {}
         return [news[number] for number in sorted(news)]
-
-    def _why_not(self, request: ScaleRequest) -> str | None:
-        if self._why_fixed is not None:
-            return self._why_fixed
-        if request.engines is not None and not 1 <= request.engines <= self._most:
-            return (
-                f"engines={request.engines}: expected 1 to {self._most} (engine.max_count). More need a run that was started, or resumed,"
-                " with a larger engine.max_count"
-            )
-        return None
 
     def _to_join(self) -> list[int]:
         """The ids that may come, first those that need not come anew; one that was lost may still be somewhere, so it is the last."""

@@ -1,8 +1,8 @@
 """RoleOrders turns what `rules.roles` plans into orders for a live run, and follows each until it is over, taken back or overruled.
 
-A layout counts units, orders count engines and trainer ranks: the same that `pipelinerl scale` gives. So an order by hand is seen by its
-numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no measurement says. After
-`HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
+A layout counts units, orders count engines, trainer ranks and engines of the process reward model, as `pipelinerl scale` does. So an order
+by hand is seen by its numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no
+measurement says. After `HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
 
 Engines that are lost and given up (`rules.membership`) count in orders, since their places stay open, and not in layouts: the rule shares
 what there is.
@@ -51,9 +51,11 @@ class Orders:
     engines: int
     trainer: int
     """Ranks."""
+    prm: int = 0
+    """Engines of the process reward model; 0 where none change."""
 
     def __str__(self) -> str:
-        return f"engines={self.engines} trainer={self.trainer}"
+        return f"engines={self.engines} trainer={self.trainer}" + (f" prm={self.prm}" if self.prm else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +120,13 @@ class RoleOrders:
         """What an orchestrator that follows has to know."""
         roles, seconds, change = self.roles, self.seconds, self.roles.change
         return RolesRecord(
-            ordered=(self._ordered.engines, self._ordered.trainer),
+            ordered=dataclasses.astuple(self._ordered),
             epoch=roles.epoch,
             next_plan=roles.next_plan,
             num_failed=roles.num_failed,
             change=change
             and RoleChange(
-                before=(self._before.engines, self._before.trainer),
+                before=dataclasses.astuple(self._before),
                 saved_s=change.saved_s,
                 cost_s=change.cost_s,
                 deadline_s=change.deadline_s,
@@ -226,7 +228,7 @@ class RoleOrders:
         self._num_given_up = seen.num_given_up
         layout = self._layout_of(seen.wanted)
         self._has_units = layout is not None
-        there = f"engines={seen.wanted.engines - seen.num_given_up} trainer={seen.wanted.trainer}"
+        there = dataclasses.replace(seen.wanted, engines=seen.wanted.engines - seen.num_given_up)
         why_not = f"{there} are no whole units of {self._units.devices} devices: nothing is planned until they are"
         return (self.roles.layout, why_not) if layout is None else (layout, "")
 
@@ -237,12 +239,20 @@ class RoleOrders:
 
 def orders_of(layout: Layout, units: Units) -> Orders:
     """Return the orders that make a layout."""
-    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices)
+    prm = units.core_prms + layout.scorers * units.prms
+    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices, prm)
 
 
 def layout_of(orders: Orders, units: Units, *, width: int) -> Layout | None:
     """Return the layout that orders make; None where they are no whole units."""
-    further = orders.trainer - units.core_ranks
-    if orders.engines < 1 or orders.engines % units.engines or further < 0 or further % units.devices:
+    further, scorers = orders.trainer - units.core_ranks, orders.prm - units.core_prms
+    if orders.engines < 1 or min(further, scorers) < 0:
         return None
-    return Layout(engines=orders.engines // units.engines, width=width, trainers=further // units.devices)
+    if orders.engines % units.engines or further % units.devices or (units.prms and scorers % units.prms):
+        return None
+    return Layout(
+        engines=orders.engines // units.engines,
+        width=width,
+        trainers=further // units.devices,
+        scorers=scorers // units.prms if units.prms else 0,
+    )

@@ -36,6 +36,8 @@ class Counts:
     """Sampled tokens that were trained."""
     held_s: float
     """Seconds in which generation waited for anything but a free engine slot."""
+    scored_s: float | None = None
+    """Seconds in which engines of the process reward model have scored; None where none of them change."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -118,7 +120,7 @@ class RoleWindow:
         """Return how long the window has lasted."""
         return 0.0 if self.began is None else now_s - self.began.now_s
 
-    def window(self, counts: Counts, *, engines_of_unit: int) -> tuple[Window, PassSeconds] | None:
+    def window(self, counts: Counts, *, engines_of_unit: int, prms_of_unit: int = 0) -> tuple[Window, PassSeconds] | None:
         """Return what the window has shown, and an engine's passes; None where too little has happened in it."""
         passes_s, began = self.profile.fit(), self.began
         engines = [engine for engine in self._engines.values() if engine.passes]
@@ -126,6 +128,9 @@ class RoleWindow:
         if began is None or passes_s is None or self._num_steps < self._least_steps:
             return None
         if not (tokens and context and self._replica_s > 0 and counts.trained > began.trained):
+            return None
+        scored_s = None if counts.scored_s is None or began.scored_s is None else counts.scored_s - began.scored_s
+        if prms_of_unit and not scored_s:
             return None
         elapsed_s = counts.now_s - began.now_s
         expected_s = passes_s.a * passes + passes_s.b * tokens + passes_s.c * context
@@ -138,6 +143,7 @@ class RoleWindow:
             written_rate=(counts.sampled - began.sampled) / elapsed_s,
             trainer_wait=max(0.0, 1 - self._working_s / elapsed_s),
             held_back=min(1.0, (counts.held_s - began.held_s) / elapsed_s),
+            scorer_rate=prms_of_unit * (counts.sampled - began.sampled) / scored_s if scored_s else None,
             held_tokens=engines_of_unit * context / passes,
             recompute_s=passes_s.b,  # a token that is computed anew costs what one more in a pass does
         )

@@ -8,7 +8,7 @@ starts, the run cannot go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -61,11 +61,11 @@ class TrainerChange:
         why = self._why_not_ranks(ranks)
         return None if why is None else f"trainer={ranks}: {why}"
 
-    def begin(self, ranks: int, *, engines_before: int | None = None) -> None:
-        """Have the trainer save, to go on with so many ranks; where it is given up, the run is to have so many engines again."""
+    def begin(self, ranks: int, *, engines_before: Mapping[str, int] | None = None) -> None:
+        """Have the trainer save, to go on with so many ranks; where it is given up, so many engines of each kind are to be there again."""
         assert self.record.phase is Phase.SETTLED, "one change at a time"
         begins = {"phase": Phase.SAVING, "epoch": self.record.epoch + 1, "is_back": False, "reason": ""}
-        self._put(wanted=ranks, before=self.record.ranks, engines_before=engines_before, **begins)
+        self._put(wanted=ranks, before=self.record.ranks, engines_before=dict(engines_before or {}), **begins)
 
     def saved(self) -> None:
         """Note that the trainer has saved: from now on one of the ranks that were asked for is to be started."""
@@ -73,16 +73,20 @@ class TrainerChange:
 
     def done(self) -> None:
         """Note that every replica of the trainer that was awaited has announced itself."""
-        self._put(phase=Phase.SETTLED, engines_before=self.record.engines_before if self.record.is_back else None)
+        self._put(phase=Phase.SETTLED, engines_before=self.record.engines_before if self.record.is_back else {})
 
-    def keep_engines(self) -> None:
-        """Note that the engines that there are stay, whatever becomes of the change."""
-        self._put(engines_before=None)
+    def keep_engines(self, kinds: Collection[str]) -> bool:
+        """Note that engines of some kinds stay as they are, whatever becomes of the change; return whether that is news."""
+        before = self.record.engines_before
+        left = {kind: number for kind, number in before.items() if kind not in kinds}
+        self._put(engines_before=left)
+        return left != before
 
     @property
-    def engines_back(self) -> int | None:
-        """The engines that the run is to have again, as a change was given up; None where none was, or they are no matter of it."""
-        return self.record.engines_before if self.record.phase is Phase.SETTLED else None
+    def engines_back(self) -> Mapping[str, int]:
+        """The engines of each kind that the run is to have again, as a change was given up; none where none was, or somebody has asked for
+        another number since."""
+        return self.record.engines_before if self.record.phase is Phase.SETTLED else {}
 
     def give_up(self, reason: str) -> bool:
         """Go back to the ranks before; return False where that is what does not start."""

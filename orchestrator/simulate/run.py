@@ -238,7 +238,7 @@ class _Run:
             self.events,
             world=self.world.scoring,
             slots=self.slots,
-            prm=Slots(self.events, num_slots=1) if config.prm.is_used else None,
+            prm=Slots(self.events, num_slots=config.prm.count) if config.prm.is_used else None,
             stopping=stopping,
             comparing=Grouping(group_size=self.num_siblings) if config.compares_siblings else None,
             min_group_size=config.batch.min_group_size,

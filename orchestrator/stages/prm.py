@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.peers.prm import Prm
+from orchestrator.peers.prm import Prm, PrmEngine
 from orchestrator.rules.early_stop import Audit, EarlyStop
 from orchestrator.rules.validation.scores import steps_scored
+from orchestrator.stages.step_trace import Trace
 from pipelinerl.config import Config
 from pipelinerl.messages import (
     Cancel,
@@ -31,7 +32,6 @@ from pipelinerl.messages import (
     ScoredTrajectory,
     StepsScored,
     Tokens,
-    TraceScores,
     TraceTokens,
     Trajectory,
 )
@@ -39,8 +39,8 @@ from pipelinerl.runtime.stage import Channel, Signal
 from pipelinerl.runtime.watch import Watch
 
 MAX_DEATHS = 3
-"""Deaths of the process reward model over tokens of one trace before that trace fails. 1 would fail it for its neighbours; a larger value
-lets it go on killing.
+"""Deaths of engines of the process reward model over tokens of one trace before that trace fails. 1 would fail it for its neighbours; a
+larger value lets it go on killing.
 """
 
 
@@ -69,37 +69,6 @@ def early_stopping(config: Config, *, requests: OpenRequests) -> EarlyStopping |
     rule = EarlyStop(threshold=stop.threshold, keep_probability=stop.keep_probability, min_steps=stop.min_steps, seed=config.run.seed)
     audit = Audit(max_false_stop_fraction=stop.max_false_stop_fraction, correct_reward=config.algorithm.correct_reward)
     return EarlyStopping(rule=rule, audit=audit, requests=requests)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Trace:
-    """One attempt of a rollout: the tokens known so far, and the model's scores of its steps."""
-
-    rollout_id: str
-    attempt: int
-    prompt_token_ids: Int32
-    turn_ends: Int32 | None = None
-    """Positions of the last tokens of an episode's turns; None for a completion, whose steps the model's process finds."""
-    token_ids: Int32 = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """Tokens that were sampled and sent to the model."""
-    is_whole: bool = False
-    """True once its last token was sent."""
-    num_taken: int = 0
-    """Tokens that the model has answered for."""
-    ends: list[int] = dataclasses.field(default_factory=list)
-    scores: list[float] = dataclasses.field(default_factory=list)
-    version: str = ""
-    is_done: bool = False
-    """True where the model will say nothing more about it."""
-    outcome: Outcome = Outcome.OK
-    error: str = ""
-    num_deaths: int = 0
-    decision: EarlyStopDecision | None = None
-    """The outcome of its coin; None while none was tossed."""
-    decided_at: int = 0
-    """Tokens sent when the coin was tossed."""
-    waiting: ScoredTrajectory | None = None
-    """The scored trajectory that waits for its step scores."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -141,12 +110,13 @@ class PrmScoring:
     num_saved_tokens: float = 0.0
     """Estimate of the tokens that stopped rollouts would have gone on for: flagged rollouts that go on are a fair sample of them."""
     num_fenced: int = 0
-    _traces: dict[str, _Trace] = dataclasses.field(default_factory=dict)
+    _traces: dict[str, Trace] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.watch.explain(self._owed)
         self.prm.on_scored(self._on_scored)
         self.prm.on_lost(self._on_lost)
+        self.prm.on_room(self._place_all)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -159,10 +129,10 @@ class PrmScoring:
 
     def gauges(self) -> dict[str, Any] | None:
         """Return the gauges of the model and of this stage; None before the model's first."""
-        if self.prm.load is None:
+        if (load := self.prm.load()) is None:
             return None
         names = ("num_waiting_tokens", *(("num_hopeless", "num_stopped", "num_saved_tokens") if self.stopping is not None else ()))
-        return msgspec.structs.asdict(self.prm.load) | {name: getattr(self, name) for name in names}
+        return msgspec.structs.asdict(load) | {name: getattr(self, name) for name in names}
 
     def decision_of(self, rollout_id: str, attempt: int) -> EarlyStopDecision | None:
         """Return the outcome of the coin about an attempt that is not scored; None where none was tossed."""
@@ -204,7 +174,7 @@ class PrmScoring:
         self._audit(scored, trace)
         self._finish(trace)
 
-    def _complete(self, trajectory: Trajectory) -> _Trace:
+    def _complete(self, trajectory: Trajectory) -> Trace:
         """Send the rest of a finished trajectory."""
         trace = self._trace_of(trajectory)
         if not trace.is_whole:
@@ -215,37 +185,54 @@ class PrmScoring:
             self._send(trace, rest, is_last=True)
         return trace
 
-    def _trace_of(self, trajectory: Trajectory) -> _Trace:
+    def _trace_of(self, trajectory: Trajectory) -> Trace:
         num_prompt = len(trajectory.prompt.token_ids)
         return self._trace(trajectory.rollout_id, trajectory.attempt, trajectory.token_ids[:num_prompt])
 
-    def _trace(self, rollout_id: str, attempt: int, prompt_token_ids: Int32) -> _Trace:
+    def _trace(self, rollout_id: str, attempt: int, prompt_token_ids: Int32) -> Trace:
         """Return the trace of an attempt; the trace of an older attempt is given up for it."""
         trace = self._traces.get(rollout_id)
         if trace is None or trace.attempt < attempt:
             self.forget(rollout_id)
             decision = self.decisions.get((rollout_id, attempt))
-            trace = _Trace(rollout_id=rollout_id, attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
+            trace = Trace(rollout_id=rollout_id, attempt=attempt, prompt_token_ids=prompt_token_ids, decision=decision)
             self._traces[rollout_id] = trace
         return trace
 
-    def _send(self, trace: _Trace, token_ids: Int32, *, is_last: bool) -> None:
+    def _send(self, trace: Trace, token_ids: Int32, *, is_last: bool) -> None:
         if trace.is_done:
             return
         start = len(trace.token_ids)
         trace.token_ids = np.concatenate((trace.token_ids, token_ids))
         self.num_waiting_tokens += len(token_ids)
+        if trace.engine is None:
+            self._place(trace)
+            return
         self.prm.send(
-            TraceTokens(
-                rollout_id=trace.rollout_id,
-                attempt=trace.attempt,
-                start=start,
-                token_ids=token_ids,
-                is_last=is_last,
-                prompt_token_ids=None if start else trace.prompt_token_ids,
-                turn_ends=None if start else trace.turn_ends,
-            )
+            trace.engine,
+            TraceTokens(rollout_id=trace.rollout_id, attempt=trace.attempt, start=start, token_ids=token_ids, is_last=is_last),
         )
+
+    def _place(self, trace: Trace) -> None:
+        """Begin a trace at the engine that has the fewest; without one that serves, it waits until there is one."""
+        if (engine := self.prm.least_busy()) is None:
+            return
+        trace.engine = engine
+        engine.num_outstanding += 1
+        self.prm.send(engine, trace.whole())
+
+    def _place_all(self) -> None:
+        for trace in list(self._traces.values()):
+            if trace.engine is None and not trace.is_done:
+                self._place(trace)
+
+    def _release(self, trace: Trace) -> None:
+        """Note that no engine has a trace any more."""
+        if trace.engine is not None:
+            trace.engine.num_outstanding -= 1
+            if trace.engine.leaves_for:
+                self.credits.set()
+            trace.engine = None
 
     def forget(self, rollout_id: str) -> None:
         """Have nothing more said about a rollout that needs no scores of its steps."""
@@ -253,29 +240,30 @@ class PrmScoring:
         if trace is not None:
             self._withdraw(trace)
 
-    def _withdraw(self, trace: _Trace) -> None:
+    def _withdraw(self, trace: Trace) -> None:
         """Have the model say nothing more about a trace."""
         self._took(trace, len(trace.token_ids))
-        if not trace.is_done:
-            trace.is_done = True
-            self.prm.send(Cancel(rollout_id=trace.rollout_id, attempt=trace.attempt))
+        engine, trace.is_done = trace.engine, True
+        self._release(trace)
+        if engine is not None:
+            self.prm.send(engine, Cancel(rollout_id=trace.rollout_id, attempt=trace.attempt))
 
-    def _took(self, trace: _Trace, num_taken: int) -> None:
+    def _took(self, trace: Trace, num_taken: int) -> None:
         was_held = self.backpressure()
         self.num_waiting_tokens -= num_taken - trace.num_taken
         trace.num_taken = num_taken
         if was_held and not self.backpressure():
             self.credits.set()
 
-    def _on_scored(self, said: StepsScored) -> None:
+    def _on_scored(self, engine: PrmEngine, said: StepsScored) -> None:
         trace = self._traces.get(said.rollout_id)
-        if trace is None or trace.attempt != said.attempt or trace.is_done or said.first != len(trace.ends):
+        if trace is None or trace.engine is not engine or trace.attempt != said.attempt or said.first != len(trace.ends):
             self.num_fenced += 1
             return
         last_end = trace.ends[-1] if trace.ends else -1
         known = {"num_sent": len(trace.token_ids), "last_end": last_end, "turn_ends": trace.turn_ends}
         if (violation := steps_scored(said, **known)) is not None:
-            self.prm.refuse(violation)
+            self.prm.refuse(engine, violation)
             self._fail(trace, Outcome.INVALID, f"its answer could not be true, {violation}")
             return
         self.watch.moved()
@@ -290,14 +278,16 @@ class PrmScoring:
             self._fail(trace, Outcome.INVALID, error)
             return
         trace.version = said.version
-        trace.is_done = said.is_last
+        if said.is_last:
+            trace.is_done = True
+            self._release(trace)
         if self.stopping is not None and trace.decision is None:
             self._judge(trace, stopping=self.stopping)
         self._finish(trace)
 
     # --- early stop ---
 
-    def _judge(self, trace: _Trace, *, stopping: EarlyStopping) -> None:
+    def _judge(self, trace: Trace, *, stopping: EarlyStopping) -> None:
         """Toss a coin for a rollout that is still being written and that its steps so far show to be hopeless."""
         if not stopping.audit.allows_stopping or not stopping.requests.owes(trace.rollout_id, trace.attempt):
             return
@@ -317,12 +307,12 @@ class PrmScoring:
     async def _end(self, trajectory: Trajectory, decision: EarlyStopDecision) -> None:
         """Score a rollout that was stopped, once an engine has given it back: it needs no reward."""
         score = Score(rollout_id=trajectory.rollout_id, attempt=trajectory.attempt, outcome=Outcome.STOPPED, reward=None)
-        steps = _scores_of(self._trace_of(trajectory))
+        steps = self._trace_of(trajectory).result()
         stopped = ScoredTrajectory(trajectory=trajectory, score=score, steps=steps, early_stop=decision)
         self.ledger.record_score(stopped, now_s=_now_s())
         await self._take_scored(stopped)
 
-    def _audit(self, scored: ScoredTrajectory, trace: _Trace) -> None:
+    def _audit(self, scored: ScoredTrajectory, trace: Trace) -> None:
         """Note the reward of a flagged rollout that went on: it shows what stopping such rollouts saves and costs."""
         if trace.decision is None or self.stopping is None or scored.score.reward is None:
             return
@@ -333,34 +323,34 @@ class PrmScoring:
 
     # --- the model's end ---
 
-    def _on_lost(self) -> None:
-        """Send the model everything again."""
+    def _on_lost(self, engine: PrmEngine, has_died: bool) -> None:
+        """Begin the traces of an engine anew, each at the engine that has the fewest."""
         for trace in list(self._traces.values()):
-            if trace.is_done:
+            if trace.engine is not engine:
                 continue
-            trace.num_deaths += trace.num_taken < len(trace.token_ids)
+            self._release(trace)
+            trace.num_deaths += has_died and trace.num_taken < len(trace.token_ids)
             if trace.num_deaths >= MAX_DEATHS:
                 error = f"the process reward model died {trace.num_deaths} times with tokens of this trace"
                 self._fail(trace, Outcome.ERROR, error)
                 continue
-            token_ids, trace.token_ids = trace.token_ids, trace.token_ids[:0]
-            self.num_waiting_tokens -= len(token_ids) - trace.num_taken
-            trace.num_taken, trace.ends, trace.scores, trace.version = 0, [], [], ""
-            self._send(trace, token_ids, is_last=trace.is_whole)
+            self.num_waiting_tokens += trace.num_taken
+            trace.begin_anew()
+            self._place(trace)
 
-    def _fail(self, trace: _Trace, outcome: Outcome, error: str) -> None:
+    def _fail(self, trace: Trace, outcome: Outcome, error: str) -> None:
         self._withdraw(trace)
         trace.outcome, trace.error = outcome, error
         self._finish(trace)
 
-    def _finish(self, trace: _Trace) -> None:
+    def _finish(self, trace: Trace) -> None:
         """Join reward and steps, where both the reward and the last step are there."""
         scored = trace.waiting
         if scored is None or not trace.is_done:
             return
         del self._traces[trace.rollout_id]
         if trace.outcome is Outcome.OK:
-            self._answer(msgspec.structs.replace(scored, steps=_scores_of(trace), early_stop=trace.decision))
+            self._answer(msgspec.structs.replace(scored, steps=trace.result(), early_stop=trace.decision))
             return
         error = f"process reward model: {trace.error}"
         score = msgspec.structs.replace(scored.score, outcome=trace.outcome, reward=None, components={}, error=error)
@@ -377,10 +367,6 @@ class PrmScoring:
                 owed = f"{self.num_waiting_tokens} tokens, the first of rollout {trace.rollout_id}, attempt {trace.attempt}"
                 return f"the process reward model owes an answer for {owed}"
         return None
-
-
-def _scores_of(trace: _Trace) -> TraceScores:
-    return TraceScores(ends=np.array(trace.ends, np.int32), scores=np.array(trace.scores, np.float32), version=trace.version)
 
 
 def _now_s() -> float:

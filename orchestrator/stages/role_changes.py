@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
+from orchestrator.peers.prm import Prm
 from orchestrator.rules.admission import ENGINES_FULL
 from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word
@@ -43,6 +44,8 @@ class RoleChanges:
     rule: RoleOrders
     window: RoleWindow
     engines: Engines
+    prm: Prm | None
+    """The process reward model whose engines change, too; None where none do."""
     change: TrainerChange
     training: Training
     progress: Progress
@@ -50,6 +53,7 @@ class RoleChanges:
     journal: Journal
     folder: ScaleFolder
     engines_of_unit: int
+    prms_of_unit: int
     drain_s: float
     """Seconds that engines which leave may take to end what they have."""
     missing_s: float
@@ -97,7 +101,7 @@ class RoleChanges:
         elif boundary is not None and window.began is None:
             window.begin(boundary)
         elif boundary is not None and window.seconds(boundary.now_s) >= WINDOW_SWITCHES * seconds.switch_s:
-            found = window.window(boundary, engines_of_unit=self.engines_of_unit)
+            found = window.window(boundary, engines_of_unit=self.engines_of_unit, prms_of_unit=self.prms_of_unit)
             if found is None or (decision := self.rule.plan(seen, *found, slots=window.slots, room=window.profile.room)) is None:
                 return None
             window.begin(boundary)
@@ -108,14 +112,16 @@ class RoleChanges:
     def _seen(self) -> Seen:
         record, membership = self.change.record, self.engines.membership
         is_settled = record.phase is Phase.SETTLED
+        prm = None if self.prm is None else self.prm.membership
         missing, has_trainer = membership.missing(), self.training.session.is_whole
+        has_prm = prm is None or not prm.missing()
         return Seen(
-            wanted=Orders(membership.num_wanted, record.wanted),
+            wanted=Orders(membership.num_wanted, record.wanted, prm.num_wanted if prm else 0),
             num_given_up=membership.num_given_up,
             is_settled=is_settled,
             is_away=record.phase is Phase.STARTING,
-            is_whole=is_settled and has_trainer and not missing,
-            is_short=has_trainer and all(member.state is State.LOST for member in missing),
+            is_whole=is_settled and has_trainer and has_prm and not missing,
+            is_short=has_trainer and has_prm and all(member.state is State.LOST for member in missing),
             step=self.training.steps.num_booked,
             now_s=_now_s(),
             reason=membership.record().refused or record.reason,
@@ -164,7 +170,9 @@ class RoleChanges:
     def _counts(self) -> Counts:
         waits = ((name.partition(": "), seconds) for name, seconds in self.watch.all_waited_s().items())
         held_s = sum(seconds for (stage, _, what), seconds in waits if stage == "generation" and what not in _NOT_HELD)
-        return Counts(now_s=_now_s(), sampled=self.engines.num_tokens, trained=self.progress.num_trained_tokens, held_s=held_s)
+        scored_s = None if self.prm is None else (load.busy_s if (load := self.prm.load()) else 0.0)
+        sampled, trained = self.engines.num_tokens, self.progress.num_trained_tokens
+        return Counts(now_s=_now_s(), sampled=sampled, trained=trained, held_s=held_s, scored_s=scored_s)
 
     # --- what is told ---
 
@@ -188,8 +196,10 @@ class RoleChanges:
             epoch=self.rule.roles.epoch,
             engines=decision.now.engines,
             trainer=decision.now.trainer,
+            prm=decision.now.prm,
             engines_then=decision.then.engines,
             trainer_then=decision.then.trainer,
+            prm_then=decision.then.prm,
             reason=decision.reason,
             **figures,
         )

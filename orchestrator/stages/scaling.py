@@ -1,4 +1,6 @@
-"""Beside the stages of every run: engines join and leave while it goes on, and the trainer gets other ranks (`pipelinerl scale`)."""
+"""Beside the stages of every run: engines join and leave while it goes on, those of the process reward model too, and the trainer gets
+other ranks (`pipelinerl scale`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,17 @@ import asyncio
 import contextlib
 import dataclasses
 
+import msgspec
+
 from orchestrator.peers.adaptive_concurrency import RunningLimit
 from orchestrator.peers.engines import Engine, Engines
+from orchestrator.peers.prm import Prm, PrmEngine
 from orchestrator.rules.membership import Membership
 from orchestrator.stages.role_changes import RoleChanges
 from orchestrator.stages.trainer_restart import TrainerRestart
 from pipelinerl.errors import ConfigError
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.membership import ScaleFolder, ScaleRequest, State
+from pipelinerl.runtime.membership import Kind, ScaleFolder, ScaleRequest, State
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.trainer_ranks import Phase
 
@@ -29,7 +34,8 @@ LOOK_EVERY_S = 0.5
 class Scaling:
     """Carries out what `rules.membership` decides. An engine that is to leave gets no new work and ends what it has; what it has not ended
     after the time that was given to it goes on in others, with its tokens where it can move (`EngineAttempts.may_move`), else from
-    its prompt. Whichever way, it is then told to end, and no rollout of it is lost.
+    its prompt. Whichever way, it is then told to end, and no rollout of it is lost. An engine of the process reward model gets no new
+    traces; what it has not ended in time begins anew in others.
 
     takes     ScaleRequest and the word of those who start engines that some are gone, as files; orders of elastic roles, where they are on
     gives     Members and TrainerRanks, as files, which those who start processes read; Stop, to engines that leave
@@ -44,6 +50,8 @@ class Scaling:
     folder: ScaleFolder
     membership: Membership
     engines: Engines
+    prm: Prm | None
+    """None in a run without a process reward model."""
     limit: RunningLimit
     credits: Signal
     """Set with every answer of an engine."""
@@ -57,7 +65,7 @@ class Scaling:
     """What was said last of a damaged file, which stays as it is."""
 
     async def run(self) -> None:
-        self.folder.publish(self.membership.record())
+        self._publish()
         self.trainer.tell()
         async with asyncio.TaskGroup() as self._tasks:
             tasks = self._tasks
@@ -96,8 +104,9 @@ class Scaling:
 
     def _look(self, tasks: asyncio.TaskGroup) -> None:
         try:
-            for engine_id, reason in self.folder.take_gone().items():
-                self.engines.lost(engine_id, reason)
+            for part in self._parts:
+                for engine_id, reason in self.folder.take_gone(part.membership.kind).items():
+                    part.lost(engine_id, reason)
             self.trainer.look()
             self._carry_out(tasks)
             self._follow_roles(self.roles, tasks)
@@ -119,44 +128,55 @@ class Scaling:
         if roles is None or (orders := roles.look()) is None:
             return
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
-        request = ScaleRequest(request_id=number, engines=orders.engines, trainer=orders.trainer, drain_s=roles.drain_s)
+        asked = {"engines": orders.engines, "prm": orders.prm or None, "trainer": orders.trainer}
+        request = ScaleRequest(request_id=number, drain_s=roles.drain_s, **asked)
         self._scale(request, tasks, keeps_places=True)  # where it is refused, the next look sees that nothing of it was carried out
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, keeps_places: bool = False) -> None:
         """Have engines join or leave, and the trainer change, or refuse all of the request. See `Membership.scale` of `keeps_places`."""
-        change, num_before = self.trainer.change, self.membership.num_wanted
+        change, numbers = self.trainer.change, {kind: number for kind in Kind if (number := asked.number_of(kind)) is not None}
+        before = {str(part.membership.kind): part.membership.num_wanted for part in self._parts if part.membership.kind in numbers}
         ranks = asked.trainer if asked.trainer != change.record.wanted else None
-        refused = None if ranks is None else change.why_not(ranks)
-        leaving = self.membership.scale(asked, refused=refused, keeps_places=keeps_places)
+        why_not = self._why_not_prm(asked) or (None if ranks is None else change.why_not(ranks))
+        leaving: dict[Engines | Prm, list[int]] = {self.engines: self.membership.scale(asked, refused=why_not, keeps_places=keeps_places)}
         record = self.membership.record()
+        if self.prm is not None and not record.refused:
+            leaving[self.prm] = self.prm.membership.scale(asked)
         self.journal.write(
             "scale",
             engines=asked.engines,
+            prm=asked.prm,
             trainer=asked.trainer,
             drain_s=asked.drain_s,
             started_by=asked.started_by,
             refused=record.refused,
         )
         if ranks is not None and not record.refused:  # before engines that join are told of: they may be meant for what the trainer leaves
-            self.trainer.begin(ranks, engines_before=None if asked.engines is None else num_before)
+            self.trainer.begin(ranks, engines_before=before)
             tasks.create_task(self._change_trainer(tasks))
-        elif asked.engines is not None and not record.refused and asked.engines != change.record.engines_before:
-            self.trainer.keep_engines()
-        for engine in list(self.engines):
-            if engine.leaves_for and self.membership.state(engine.engine_id) is State.LIVE:  # it stays after all
-                self.engines.leave(engine, "")
-        for engine_id in leaving:
-            if (engine := self.engines.find(engine_id)) is not None:
-                self.engines.leave(engine, f"engines={asked.engines} was asked for")
-                tasks.create_task(self._drain(engine, drain_s=asked.drain_s))
-        for member in record.members:  # those that have not come are not waited for
-            if member.state is State.LEFT and self.engines.find(member.engine_id) is not None:
-                self.engines.dismiss(member.engine_id, member.reason)
-        self.folder.publish(record)
+        elif not record.refused:
+            self.trainer.keep_engines([kind for kind, number in numbers.items() if number != change.record.engines_before.get(kind)])
+        for part, engine_ids in leaving.items():
+            self._have_leave(part, engine_ids, asked, tasks)
+        self._publish()
+
+    def _have_leave(self, part: Engines | Prm, engine_ids: list[int], asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
+        """Have engines of one kind leave, and those that are to stay after all go on."""
+        membership = part.membership
+        for engine in list(part):
+            if engine.leaves_for and membership.state(engine.engine_id) is State.LIVE:
+                part.leave(engine.engine_id, "")
+        for engine_id in engine_ids:
+            if (engine := part.find(engine_id)) is not None:
+                part.leave(engine_id, f"{membership.kind}={asked.number_of(membership.kind)} was asked for")
+                tasks.create_task(self._drain(part, engine, drain_s=asked.drain_s))
+        for member in membership.record().members:  # those that have not come are not waited for
+            if member.state is State.LEFT and part.find(member.engine_id) is not None:
+                part.dismiss(member.engine_id, member.reason)
 
     async def _change_trainer(self, tasks: asyncio.TaskGroup) -> None:
         """Change the trainer's ranks once engines that leave have left."""
-        while self.membership.is_draining():  # each is given up after its own deadline
+        while any(part.membership.is_draining() for part in self._parts):  # each is given up after its own deadline
             await self.credits.wait()
         if not await self.trainer.carry_out():
             self._take_engines_back(tasks)
@@ -168,33 +188,42 @@ class Scaling:
     def _take_engines_back(self, tasks: asyncio.TaskGroup) -> None:
         """Where the trainer's change was given up, have as many engines as before, unless somebody has asked for another number since. An
         orchestrator that is gone may have had no time to."""
-        if (engines := self.trainer.change.engines_back) is None:
+        if not (back := self.trainer.change.engines_back):
             return
         newest = self.membership.record().request_id
-        self._scale(ScaleRequest(request_id=newest + 1, engines=engines), tasks, keeps_places=True)
-        self.trainer.keep_engines()
+        self._scale(ScaleRequest(request_id=newest + 1, engines=back.get(Kind.ENGINES), prm=back.get(Kind.PRM)), tasks, keeps_places=True)
+        self.trainer.keep_engines(list(Kind))
         self._tell()
 
-    async def _drain(self, engine: Engine, *, drain_s: float) -> None:
-        try:
+    def _why_not_prm(self, asked: ScaleRequest) -> str | None:
+        """Say why the process reward model cannot have the engines that are asked for; None where it can."""
+        if asked.prm is None:
+            return None
+        if self.prm is None:
+            return f"prm={asked.prm}: this run has no process reward model"
+        return self.prm.membership.why_not(asked.prm)
+
+    async def _drain(self, part: Engines | Prm, engine: Engine | PrmEngine, *, drain_s: float) -> None:
+        def is_leaving() -> bool:
+            return part.serves(engine) and part.membership.state(engine.engine_id) is State.DRAINING
+
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                while engine.num_outstanding and self._is_leaving(engine):
+                while engine.num_outstanding and is_leaving():
                     await self.credits.wait()
-        except TimeoutError:
-            pass
-        if not self._is_leaving(engine):  # it has ended by itself, or stays
-            return
         held = engine.num_outstanding
-        await self._move(engine)
-        if not self._is_leaving(engine):
+        if isinstance(engine, Engine) and is_leaving():
+            await self._move(engine)
+        if not is_leaving():  # it has ended by itself, or stays
             return
         again = engine.num_outstanding
         how = f"it has ended all that it had after {drain_s:g} s but {held} rollouts" if held else "it has ended all that it had"
         how += f", {held - again} of which go on in others with their tokens" if held > again else ""
         how += f", {again} of which are asked of others anew" if again else ""
-        self.membership.left(engine.engine_id, how)
-        self.engines.dismiss(engine.engine_id, how)
+        part.membership.left(engine.engine_id, how)
+        part.dismiss(engine.engine_id, how)
         self._tell()
+        self.credits.set()
 
     async def _move(self, engine: Engine) -> None:
         """Have what the engine has go on in others, as far as it can."""
@@ -208,12 +237,22 @@ class Scaling:
     def _is_leaving(self, engine: Engine) -> bool:
         return self.engines.serves(engine) and self.membership.state(engine.engine_id) is State.DRAINING
 
+    @property
+    def _parts(self) -> tuple[Engines | Prm, ...]:
+        return (self.engines,) if self.prm is None else (self.engines, self.prm)
+
     def _tell(self) -> None:
         """Say in the journal and in the folder what has changed."""
-        if not (news := self.membership.take_news()):
+        news = [(part.membership.kind, one) for part in self._parts for one in part.membership.take_news()]
+        if not news:
             return
-        for member in news:
-            self.journal.write("member", engine_id=member.engine_id, state=member.state, started_by=member.started_by, reason=member.reason)
-        self.folder.publish(self.membership.record())
-        self.engines.changed.set()
+        for kind, one in news:
+            self.journal.write("member", engine_id=one.engine_id, of=kind, state=one.state, started_by=one.started_by, reason=one.reason)
+        self._publish()
+        for part in self._parts:
+            part.changed.set()
         self.limit.resize(self.membership.num_serving())
+
+    def _publish(self) -> None:
+        prm = None if self.prm is None else self.prm.membership.record()
+        self.folder.publish(msgspec.structs.replace(self.membership.record(), prm=prm))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from orchestrator.ledger.snapshot import saved_versions
@@ -62,16 +63,15 @@ class TrainerRestart:
             if said.epoch == self.change.record.epoch:
                 self._give_up_waiting(said.reason)
 
-    def begin(self, ranks: int, *, engines_before: int | None) -> None:
+    def begin(self, ranks: int, *, engines_before: Mapping[str, int]) -> None:
         """Have the trainer go on with so many ranks, once `carry_out` is called: from now on no other change is. Where it is given up, the
-        run is to have so many engines again; None where it keeps those that it has."""
+        run is to have so many engines of each kind again; of a kind that is not there it keeps those that it has."""
         self.change.begin(ranks, engines_before=engines_before)
         self.tell()
 
-    def keep_engines(self) -> None:
-        """Have engines stay as they are, whatever becomes of the change."""
-        if self.change.record.engines_before is not None:
-            self.change.keep_engines()
+    def keep_engines(self, kinds: Collection[str]) -> None:
+        """Have engines of some kinds stay as they are, whatever becomes of the change."""
+        if self.change.keep_engines(kinds):
             self.folder.publish_trainer(self.change.record)
 
     async def carry_out(self) -> bool:

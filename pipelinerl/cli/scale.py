@@ -1,4 +1,4 @@
-"""`pipelinerl scale`: engines join and leave a live run, and its trainer gets other ranks."""
+"""`pipelinerl scale`: engines join and leave a live run, those of its process reward model too, and its trainer gets other ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ commands = typer.Typer()
 @commands.command(rich_help_panel=PANEL)
 def scale(
     run_folder: RunFolder,
-    wanted: Annotated[list[str] | None, typer.Argument(metavar="[engines=N] [trainer=N]", help="without: what there is")] = None,
+    wanted: Annotated[list[str] | None, typer.Argument(metavar="[engines=N] [prm=N] [trainer=N]", help="without: what there is")] = None,
     drain_s: Annotated[float, typer.Option(help="seconds that engines which leave may take to end what they have")] = 60.0,
     elsewhere: Annotated[bool, typer.Option("--elsewhere", help="another machine, or job, is to start those that join")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="of a run under Slurm: hand the jobs of those that join to sbatch")] = False,
 ) -> None:
-    """Have engines join a live run, or leave it, until it has N; or have its trainer go on with N ranks.
+    """Have engines join a live run, or leave it, until it has N; or have its process reward model, or its trainer, go on with N.
 
         pipelinerl scale runs/run-20260101-120000 engines=4
         pipelinerl scale runs/run-20260101-120000 engines=1 --drain-s 300
         pipelinerl scale runs/run-20260101-120000 engines=2 trainer=2
+        pipelinerl scale runs/run-20260101-120000 engines=2 prm=2
 
     Those that join begin on this run's machine; of a run under Slurm a job is written, and submitted with --submit. Those that leave take
     no new work; what they have not ended after --drain-s seconds goes on in others, with its tokens. The trainer saves between two steps
@@ -48,8 +49,7 @@ def scale(
         scaling.check_is_run(run_folder)
         if (found := ScaleFolder(run_folder).members()) is None:
             raise ConfigError(f"{run_folder} has no engines so far: no orchestrator of it has said which")
-        console.print(_table(found))
-        _tell_trainer(run_folder)
+        _tell(run_folder, found)
         if not scaling.is_live(run_folder):
             console.print("no orchestrator of this run listens: it has ended, or is only starting, and this is what was said last")
         return
@@ -58,8 +58,7 @@ def scale(
         raise ConfigError(f"--submit: {run_folder} is not a run under Slurm")
     started_by = StartedBy.JOB if elsewhere or is_slurm else StartedBy.LAUNCHER
     found = scaling.ask(run_folder, scaling.wanted_of(wanted), drain_s=drain_s, started_by=started_by)
-    console.print(_table(found))
-    _tell_trainer(run_folder)
+    _tell(run_folder, found)
     waiting = [one for one in found.members if one.state is State.JOINING and one.request_id == found.request_id]
     joining = [one.engine_id for one in waiting if one.started_by is StartedBy.JOB]
     if joining and is_slurm and not elsewhere:
@@ -72,13 +71,13 @@ def scale(
         console.print(f"start there: pipelinerl engines {escape(str(run_folder))} --ids {ids}", soft_wrap=True, highlight=False)
 
 
-def _table(found: Members) -> Table:
+def _table(found: Members, what: str) -> Table:
     table = Table(
-        "engine",
+        what,
         "is",
         "started by",
         "why",
-        title=f"{found.num_wanted} engine{'s' * (found.num_wanted != 1)} asked for",
+        title=f"{found.num_wanted} {what}{'s' * (found.num_wanted != 1)} asked for",
         title_justify="left",
         box=None,
     )
@@ -87,10 +86,13 @@ def _table(found: Members) -> Table:
     return table
 
 
-def _tell_trainer(run_folder: Path) -> None:
-    """Print how many ranks the trainer has."""
+def _tell(run_folder: Path, found: Members) -> None:
+    """Print which engines there are, and how many ranks the trainer has."""
     from pipelinerl.observe.fold.rows import TrainerRanksRow, read
     from pipelinerl.runtime.membership import ScaleFolder
 
+    console.print(_table(found, "engine"))
+    if found.prm is not None:
+        console.print(_table(found.prm, "PRM engine"))
     if (record := ScaleFolder(run_folder).trainer()) is not None:
         console.print(escape(read(TrainerRanksRow, msgspec.structs.asdict(record)).words), soft_wrap=True, highlight=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.config.layout import Layout
 from pipelinerl.config.modes import Mode, Placement
+from pipelinerl.config.scoring import PrmSection
 from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, TrainerSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
 
@@ -33,8 +34,8 @@ def why_trainer_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The devices of a run that change between engines and trainer ranks as a whole: as few as hold whole engines and whole copies of the
-    trainer's model.
+    """The devices of a run that change between engines, trainer ranks and engines of the process reward model as a whole: as few as hold
+    whole engines and whole copies of the trainer's model.
     """
 
     devices: int
@@ -45,6 +46,10 @@ class Units:
     """Ranks that the trainer keeps in any case."""
     ranks_per_replica: int
     """Ranks that work on a row together."""
+    prms: int = 0
+    """Engines of the process reward model that a unit holds; 0 where there is none, or a unit would not be filled by whole ones."""
+    core_prms: int = 0
+    """Engines of the process reward model that stay in any case."""
 
     @property
     def replicas(self) -> float:
@@ -52,15 +57,18 @@ class Units:
         return self.devices / self.ranks_per_replica
 
 
-def units_of(engine: EngineSection, layout: Layout) -> Units:
-    """Return the units of a run with such engines, and a trainer that begins in this layout."""
+def units_of(engine: EngineSection, layout: Layout, prm: PrmSection | None = None) -> Units:
+    """Return the units of a run with such engines, a trainer that begins in this layout, and a process reward model, where it has one."""
     copy = layout.ranks_per_replica * layout.shard
     devices = math.lcm(engine.num_ranks, copy)
+    prms = 0 if prm is None or prm.path is None or devices % prm.num_ranks else devices // prm.num_ranks
     return Units(
         devices=devices,
         engines=devices // engine.num_ranks,
         core_ranks=layout.ranks - devices * ((layout.ranks - 1) // devices),
         ranks_per_replica=layout.ranks_per_replica,
+        prms=prms,
+        core_prms=prm.count - prms * ((prm.count - 1) // prms) if prm is not None and prms else 0,
     )
 
 

@@ -123,18 +123,26 @@ class PrmSection(Section):
     separator: str | None = Field(None, description="text between two steps of a completion; default: a blank line")
     judge: PrmJudgeSection = PrmJudgeSection()  # pyright: ignore[reportCallIssue]
     early_stop: EarlyStopSection = EarlyStopSection()  # pyright: ignore[reportCallIssue]
+    count: PositiveInt = Field(1, description="engines of the model, each on devices of its own; a completion stays with one")
     max_steps: PositiveInt = Field(256, description="steps of one completion; the rest of a longer one is its last step")
     chunk_tokens: PositiveInt = Field(32, description="tokens between two reports of an engine on a sequence being written")
     max_waiting_tokens: PositiveInt = Field(1 << 17, description="tokens that may wait for the model; with more, no prompt is admitted")
     deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
     max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
-    gpus: tuple[int | str, ...] = Field((), description="indices or UUIDs of its GPUs, one for each rank; empty: those after the engines'")
+    gpus: tuple[int | str, ...] = Field(
+        (), description="indices or UUIDs of its GPUs, one for each rank of each engine; empty: those after the engines'"
+    )
     options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
 
     @property
+    def most(self) -> int:
+        """Engines of the model that a live run may come to have: keys are made for as many."""
+        return max(8, 2 * self.count)
+
+    @property
     def num_ranks(self) -> int:
-        """Processes over which the model is spread."""
+        """Processes over which an engine of the model is spread."""
         return int(self.options.get("tensor_parallel_size", 1)) * int(self.options.get("pipeline_parallel_size", 1))
 
     @property

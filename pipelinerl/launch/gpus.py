@@ -18,10 +18,11 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import Role
 from pipelinerl.rewards.calls import component_names
 from pipelinerl.runtime.devices import Gpu, named, said
+from pipelinerl.runtime.membership import Kind
 from pipelinerl.runtime.parts import engines_of, share_of
 
-ENGINES, PRM, REWARDS, TRAINER = "engines", "scorer-1", "scorer-0", "trainer"
-"""The processes that compute on GPUs, by their names without the number of the machine."""
+ENGINES, REWARDS, TRAINER = "engines", "scorer-0", "trainer"
+"""The processes that compute on GPUs, by their names without the number of the machine; the process reward model's are of a kind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Placement:
 
     gpus: tuple[Gpu, ...]
     taken: Mapping[str, tuple[Gpu, ...]]
-    """By `engine-3`, `prm`, `reward-orm-0` and `trainer`; the trainer's are in the order of its ranks here."""
+    """By `engine-3`, `prm-1`, `reward-orm-0` and `trainer`; the trainer's are in the order of its ranks here."""
     first_rank: int = 0
     """The first of the trainer's ranks on this machine."""
 
@@ -56,13 +57,14 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
     `is_alone`: the run has no other machine. Raises `ConfigError` with what was found, where it is too little or not what settings name.
     """
     by_kind = {
-        kind: role for role in roles for kind in (ENGINES, PRM, REWARDS, TRAINER) if role.name == kind or role.name.startswith(f"{kind}-")
+        kind: role for role in roles for kind in (ENGINES, REWARDS, TRAINER) if role.name == kind or role.name.startswith(f"{kind}-")
     }
     ranks = share_of(_part(by_kind.get(TRAINER)), count=config.trainer.ranks) if TRAINER in by_kind else range(0)
     engine_ids = _engines_in(config, by_kind.get(ENGINES))
+    prms = {f"prm-{role.engine_ids[0]}": role.name for role in roles if role.kind == Kind.PRM and config.prm.path is not None}
     wanted: dict[str, dict[str, int]] = {
         "engine": {f"engine-{number}": config.engine.num_ranks for number in engine_ids} if config.engine.kind == "vllm" else {},
-        "prm": {"prm": config.prm.num_ranks} if PRM in by_kind and config.prm.path is not None else {},
+        "prm": dict.fromkeys(prms, config.prm.num_ranks),
         "reward": dict.fromkeys(_reward_models(config), 1) if REWARDS in by_kind else {},
         "trainer": {TRAINER: len(ranks)} if ranks else {},
     }
@@ -77,30 +79,36 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
     taken = _deal(config, wanted, gpus, is_alone=is_alone)
     given = {
         ENGINES: [taken[f"engine-{number}"] for number in engine_ids if f"engine-{number}" in taken],
-        PRM: [taken["prm"]] if "prm" in taken else [],
         REWARDS: [taken[who] for who in wanted["reward"]],
         TRAINER: [taken[TRAINER]] if TRAINER in taken else [],
     }
     told = {by_kind[kind].name: _arguments(groups) for kind, groups in given.items() if kind in by_kind}
+    told |= {name: _arguments([taken[who]]) for who, name in prms.items()}
     placed = tuple(dataclasses.replace(role, command=(*role.command, *told.get(role.name, ()))) for role in roles)
     return placed, Placement(gpus=tuple(gpus), taken=taken, first_rank=ranks.start)
 
 
-def place_joined(config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[int] = ()) -> Role:
+def place_joined(
+    config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[tuple[Kind, int]] = ()
+) -> Role:
     """Deal engines that join a live run what its other processes on this machine leave; engines that are `gone` leave what they had.
 
     Raises `ConfigError` where it is too little.
     """
+    if role.kind == Kind.PRM and config.prm.path is None:
+        return role
     free = _free(others, gpus, gone=gone)
     if gpus and not free and not config.engine.shares_gpus:
-        raise ConfigError(f"every GPU of this machine is taken by the run: {said(gpus)}. Have another machine start them: --elsewhere")
-    own = config.model_copy(update={"engine": config.engine.model_copy(update={"gpus": ()})})
+        do = "Have an engine leave in the same call: engines=N" if role.kind == Kind.PRM else "Have another machine start them: --elsewhere"
+        raise ConfigError(f"every GPU of this machine is taken by the run: {said(gpus)}. {do}")
+    sections = {"engine": config.engine, "prm": config.prm}
+    own = config.model_copy(update={name: section.model_copy(update={"gpus": ()}) for name, section in sections.items()})
     (placed,), _ = place(own, (role,), free or gpus, is_alone=False)
     return placed
 
 
 def place_trainer(
-    config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, ranks: int, gone: Collection[int] = ()
+    config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, ranks: int, gone: Collection[tuple[Kind, int]] = ()
 ) -> Role:
     """Deal a live run's trainer of so many ranks what the run's other processes on this machine leave, first what `trainer.gpus` names.
 
@@ -121,14 +129,14 @@ def place_trainer(
     return placed
 
 
-def _free(others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[int]) -> list[Gpu]:
+def _free(others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[tuple[Kind, int]]) -> list[Gpu]:
     """The GPUs that no process has. Each engine's are an option of its process, in the order of its engines."""
     taken: set[str] = set()
     for other in others:
         groups = [value for option, value in itertools.pairwise(other.command) if option == "--gpus"]
-        left = gone if len(groups) == len(other.engine_ids) else ()
-        owners = other.engine_ids if left else (None,) * len(groups)
-        taken |= {uuid for group, owner in zip(groups, owners, strict=True) if owner not in left for uuid in group.split(",")}
+        owners = [(other.kind, engine_id) for engine_id in other.engine_ids]
+        left = [len(owners) == len(groups) and owner in gone for owner in owners] or [False] * len(groups)
+        taken |= {uuid for group, is_free in zip(groups, left, strict=False) if not is_free for uuid in group.split(",")}
     return [gpu for gpu in gpus if gpu.uuid not in taken]
 
 

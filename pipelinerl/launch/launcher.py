@@ -28,7 +28,7 @@ from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.launch.trainer_starts import TrainerStarts
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
-from pipelinerl.runtime.membership import ScaleFolder, StartedBy, State
+from pipelinerl.runtime.membership import Kind, ScaleFolder, StartedBy, State
 from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
 from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.runtime.trainer_ranks import Phase
@@ -53,7 +53,7 @@ class Launcher:
         lease: Lease | None = None,
         early: EarlyProcesses | None = None,
         is_orchestrator: bool = False,
-        joined: Callable[[int, Iterable[Role]], Role] | None = None,
+        joined: Callable[[Kind, int, Iterable[Role]], Role] | None = None,
         trainers: TrainerStarts | None = None,
     ) -> None:
         """`joined` makes the role of an engine that joins, on what the other roles leave of this machine; None where none join here.
@@ -75,8 +75,8 @@ class Launcher:
         self._joined = joined
         self._trainers = trainers
         self._scale = ScaleFolder(run_folder)
-        self._begun: set[tuple[int, int]] = set()
-        """(engine, request) of those that have joined."""
+        self._begun: set[tuple[Kind, int, int]] = set()
+        """(kind, engine, request) of those that have joined."""
         self._lease = lease
         self._lost: LeaseError | None = None
         """Why the folder is not this launcher's any more."""
@@ -192,10 +192,14 @@ class Launcher:
         return name == "orchestrator" and self._num_interrupts == 1 and was_ended_by_term
 
     def _is_over_for(self, name: str) -> bool:
-        """Return whether nobody needs a process any more, however it ended: the orchestrator has ended before it, and it has nothing to
-        save. It may have been killed because it was to be replaced."""
+        """Return whether nobody needs a process any more, however it ended: its engines have left, or the orchestrator has ended before it,
+        and it has nothing to save. It may have been killed because it was to be replaced."""
         was_killed = (self._processes.exit_code(name) or 0) < 0
-        return name in self._dismissed or (self._deadline_s is not None and self._roles[name].has_nothing_to_save and was_killed)
+        return (
+            name in self._dismissed
+            or (was_killed and self._has_left(name))
+            or (self._deadline_s is not None and self._roles[name].has_nothing_to_save and was_killed)
+        )
 
     def _wait_to_restart(self, failed: str) -> float | None:
         """Seconds until a process that failed may be started again; None where it may not, and the run ends."""
@@ -314,20 +318,24 @@ class Launcher:
             return
         if (trainer := self._scale.trainer()) is not None and trainer.phase is not Phase.SETTLED:
             return  # they may be meant for what the trainer is to leave
-        members = self._scale.members()
-        for member in members.members if members is not None else ():
+        found = self._scale.members()
+        if found is None or (found.prm is not None and self._scale.with_state(State.DRAINING)):
+            return  # an engine of one kind may be meant for what one of the other is to leave
+        records = ((kind, record) for kind in Kind if (record := found.of(kind)) is not None)
+        for kind, member in ((kind, member) for kind, record in records for member in record.members):
             is_ours = (member.started_by, member.state) == (StartedBy.LAUNCHER, State.JOINING)
-            if not is_ours or (member.engine_id, member.request_id) in self._begun:
+            begun = (kind, member.engine_id, member.request_id)
+            if not is_ours or begun in self._begun:
                 continue
             running = [role for name, role in self._roles.items() if self._processes.is_running(name)]
             try:
-                role = self._joined(member.engine_id, running)
+                role = self._joined(kind, member.engine_id, running)
             except ConfigError as error:
-                self._begun.add((member.engine_id, member.request_id))
-                self._tell_gone([member.engine_id], str(error))
+                self._begun.add(begun)
+                self._tell_gone(kind, [member.engine_id], str(error))
                 continue
             if role.name not in self._running:  # the one that had its number before has ended
-                self._begun.add((member.engine_id, member.request_id))
+                self._begun.add(begun)
                 self._roles[role.name] = role
                 note(self._run_folder, f"{role.name} joins the run")
                 await self._start(role.name)
@@ -340,10 +348,9 @@ class Launcher:
 
     def _has_left(self, name: str) -> bool:
         """Return whether all engines of a process have left the run, as they were asked to."""
-        members = self._scale.members()
-        own = self._roles[name].engine_ids
-        left = {one.engine_id for one in members.members if one.state is State.LEFT} if members is not None else set[int]()
-        return bool(own) and left.issuperset(own)
+        role = self._roles[name]
+        own = {(role.kind, engine_id) for engine_id in role.engine_ids}
+        return bool(own) and self._scale.with_state(State.LEFT) >= own
 
     def _give_up(self, failed: str) -> None:
         """Go on without engines that have joined and failed, or with the trainer of before: whose place it was to take says why."""
@@ -353,11 +360,12 @@ class Launcher:
         if failed == TRAINER and self._trainers is not None:
             self._trainers.tell_failed(reason)
         else:
-            self._tell_gone(self._roles[failed].engine_ids, reason.partition("\n")[0])
+            role = self._roles[failed]
+            self._tell_gone(role.kind, role.engine_ids, reason.partition("\n")[0])
 
-    def _tell_gone(self, engine_ids: Sequence[int], reason: str) -> None:
-        note(self._run_folder, f"the run goes on without engines {', '.join(map(str, engine_ids))}: {reason}")
-        self._scale.tell_gone(engine_ids, reason)
+    def _tell_gone(self, kind: Kind, engine_ids: Sequence[int], reason: str) -> None:
+        note(self._run_folder, f"the run goes on without {kind} {', '.join(map(str, engine_ids))}: {reason}")
+        self._scale.tell_gone(engine_ids, reason, kind)
 
     def _dismiss(self) -> None:
         """End those that still run and have nothing to save."""

@@ -12,7 +12,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.scaling import why_trainer_fixed
 from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.early import EarlyProcesses
-from pipelinerl.runtime.membership import StartedBy
+from pipelinerl.runtime.membership import FIRST_PRM, Kind, StartedBy
 from pipelinerl.runtime.parts import engines_of, share_of
 from pipelinerl.runtime.sidecars import Sidecar
 from pipelinerl.upload import uploader
@@ -36,6 +36,8 @@ class Role:
 
     engine_ids: tuple[int, ...] = ()
     """Of a process of engines: theirs."""
+    kind: Kind = Kind.ENGINES
+    """Of a process of engines: what they do."""
 
     @property
     def program(self) -> str:
@@ -63,7 +65,11 @@ def roles_of(config: Config, run_folder: Path, *, trainer_nodes: int = 1, engine
             for name, part in (_parts("engines", engine_nodes) if config.engine.num_here else [])
         ),
         *([] if is_served else [_scorer_role(run)]),
-        *([_prm_role(run)] if config.prm.is_used else []),
+        *(
+            [prm_engine(run_folder, FIRST_PRM + number, started_by=StartedBy.RUN) for number in range(config.prm.count)]
+            if config.prm.is_used
+            else []
+        ),
         *([Role(name="gateway-0", command=(python, "-m", "pipelinerl.gateway", *run), has_nothing_to_save=True)] if config.gateway else []),
         *(
             Role(name=name, command=(python, "-m", program, *run, *part), begins_early=program == "trainer")
@@ -105,6 +111,19 @@ def joined_engines(run_folder: Path, engine_ids: Sequence[int], *, started_by: S
     return Role(name=name, command=command, has_nothing_to_save=True, is_spare=True, engine_ids=tuple(engine_ids))
 
 
+def prm_engine(run_folder: Path, number: int, *, started_by: StartedBy) -> Role:
+    """An engine of the process reward model: one that the run begins with, or that joins it."""
+    run = ("--run-folder", str(run_folder), "--index", str(number), "--started-by", started_by)
+    return Role(
+        name=f"scorer-{number}",
+        command=(sys.executable, "-m", "pipelinerl.rewards.prm.process", *run),
+        has_nothing_to_save=True,
+        is_spare=started_by is not StartedBy.RUN,
+        engine_ids=(number,),
+        kind=Kind.PRM,
+    )
+
+
 def sidecars_of(config: Config, run_folder: Path) -> tuple[Sidecar, ...]:
     """The processes beside a run, which it does not depend on."""
     to, keep = config.checkpoint.to, config.checkpoint.keep
@@ -125,12 +144,6 @@ def begin_early(config: Config, *, roles: Callable[[Config, Path], Iterable[Role
     return early
 
 
-def _prm_role(run: tuple[str, str]) -> Role:
-    """The process reward model is the scorer after those that run reward functions."""
-    command = (sys.executable, "-m", "pipelinerl.rewards.prm.process", *run, "--index", "1")
-    return Role(name="scorer-1", command=command, has_nothing_to_save=True)
-
-
 def _parts(role: str, num_nodes: int) -> list[tuple[str, tuple[str, ...]]]:
     """(name, what tells it which part is its own) of the role's process on each node."""
     return [(role, ())] if num_nodes == 1 else [(f"{role}-{node}", ("--part", f"{node}/{num_nodes}")) for node in range(num_nodes)]
@@ -143,7 +156,7 @@ def _trainer(config: Config, part: tuple[str, ...]) -> str:
 
 def peers_of(config: Config) -> tuple[str, ...]:
     """The names of the orchestrator's peers."""
-    num_scorers = 0 if config.tinker is not None else 1 + config.prm.is_used
+    num_scorers = 0 if config.tinker is not None else FIRST_PRM + (config.prm.most if config.prm.is_used else 0)
     counts = {"engine": config.engine.most, "scorer": num_scorers, "trainer": _most_replicas(config)}
     counts["gateway"] = int(config.gateway is not None)
     return tuple(f"{role}-{number}" for role, count in counts.items() for number in range(count))

@@ -9,12 +9,12 @@ from pathlib import Path
 from pipelinerl.config import Config
 from pipelinerl.launch.gpus import place_joined
 from pipelinerl.launch.launcher import Launcher
-from pipelinerl.launch.roles import Role, joined_engines
+from pipelinerl.launch.roles import Role, joined_engines, prm_engine
 from pipelinerl.launch.trainer_starts import gone_engines, starts_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease
-from pipelinerl.runtime.membership import StartedBy
+from pipelinerl.runtime.membership import Kind, StartedBy
 from pipelinerl.runtime.restarts import Restarts
 
 
@@ -41,7 +41,10 @@ def launcher_of(
     )
 
 
-def _joined(config: Config, run_folder: Path, engine_id: int, others: Iterable[Role]) -> Role:
+def _joined(config: Config, run_folder: Path, kind: Kind, engine_id: int, others: Iterable[Role]) -> Role:
     """The role of an engine that joins a run on this machine. Raises `ConfigError` where there is no GPU for it."""
-    role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER)
+    if kind is Kind.PRM:
+        role = prm_engine(run_folder, engine_id, started_by=StartedBy.LAUNCHER)
+    else:
+        role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER)
     return place_joined(config, role, others, usable_gpus(), gone=gone_engines(run_folder))

@@ -1,4 +1,4 @@
-"""Asks a live run for another number of engines or trainer ranks, and follows what becomes of the request (`pipelinerl scale`)."""
+"""Asks a live run for other numbers of engines or of trainer ranks, and follows what becomes of the request (`pipelinerl scale`)."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ class Wanted:
     """What a run is asked for. None: what it has."""
 
     engines: int | None = None
+    prm: int | None = None
+    """Engines of the process reward model."""
     trainer: int | None = None
     """Ranks."""
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={count}" for name, count in (("engines", self.engines), ("trainer", self.trainer)) if count is not None)
+        return " ".join(f"{name}={count}" for name, count in dataclasses.asdict(self).items() if count is not None)
 
 
 def wanted_of(words: Sequence[str]) -> Wanted:
-    """Return what `engines=N` and `trainer=N` say. Raises `ConfigError`."""
-    found = [re.fullmatch(r"(engines|trainer)=(\d{1,6})", word) for word in words]
+    """Return what `engines=N`, `prm=N` and `trainer=N` say. Raises `ConfigError`."""
+    found = [re.fullmatch(r"(engines|prm|trainer)=(\d{1,6})", word) for word in words]
     counts = {one[1]: int(one[2]) for one in found if one is not None}
     if not counts or len(counts) < len(words):
         raise ConfigError(
-            f"{' '.join(words)}: expected engines=N, the number of engines that the run is to have, such as engines=4, trainer=N, the ranks"
-            " that its trainer is to have, or both"
+            f"{' '.join(words)}: expected engines=N, the number of engines that the run is to have, such as engines=4, prm=N, the engines"
+            " of its process reward model, trainer=N, the ranks of its trainer, or several of these"
         )
     return Wanted(**counts)
 
 
 def ask(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: StartedBy) -> Members:
-    """Ask for a number of engines, or of trainer ranks, and return the run's engines, as its orchestrator has answered.
+    """Ask for a number of engines, of either kind, or of trainer ranks, and return the run's engines, as its orchestrator has answered.
 
     Raises `ConfigError` for what cannot be asked of this run, `PeerRefused` with the orchestrator's words, and `PeerSilent` without any.
     """
     check(run_folder, wanted, drain_s=drain_s, started_by=started_by)
     folder, number = ScaleFolder(run_folder), time.time_ns()
-    request = ScaleRequest(request_id=number, engines=wanted.engines, trainer=wanted.trainer, drain_s=drain_s, started_by=started_by)
+    request = ScaleRequest(request_id=number, drain_s=drain_s, started_by=started_by, **dataclasses.asdict(wanted))
     folder.ask(request)
     end = time.monotonic() + ANSWER_S
     while (found := folder.members()) is None or found.request_id < number:
@@ -93,6 +95,8 @@ def check(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: Start
             f"engines={wanted.engines}: expected 1 to {config.engine.most}, the most that this run may have. A run needs one at least; more"
             f" than {config.engine.most} need engine.max_count, with which it is started or resumed"
         )
+    if wanted.prm is not None:
+        _check_prm(config, run_folder, wanted.prm, started_by=started_by)
     if not 0 <= drain_s <= MAX_DRAIN_S:
         raise ConfigError(f"--drain-s {drain_s:g}: expected 0 to {MAX_DRAIN_S:g} seconds")
     if is_finished(run_folder):
@@ -104,6 +108,22 @@ def check(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: Start
         raise ConfigError(
             f"the orchestrator of {run_folder} listens on {address} alone, where no other machine reaches it. Start, or resume, the run"
             " with run.interface, the network that its machines share"
+        )
+
+
+def _check_prm(config: Config, run_folder: Path, count: int, *, started_by: StartedBy) -> None:
+    """Refuse engines that the run's process reward model cannot have. Its orchestrator looks at the same once more."""
+    if not config.prm.is_used:
+        raise ConfigError(f"prm={count}: {run_folder} has no process reward model: neither prm.path nor prm.judge.url is set")
+    if (run_folder / "roles.json").exists() or started_by is StartedBy.JOB:
+        raise ConfigError(
+            f"prm={count}: the run's own launcher starts the engines of its process reward model, on its machine alone: not"
+            " with --elsewhere, and not where processes are dealt to the nodes of a job (Slurm, Kubernetes, Ray). Submit it with prm.count"
+        )
+    if not 1 <= count <= config.prm.most:
+        raise ConfigError(
+            f"prm={count}: expected 1 to {config.prm.most}, the most that this run may have. The run needs one; more than {config.prm.most}"
+            " need a larger prm.count, with which it is started or resumed"
         )
 
 

@@ -11,7 +11,7 @@ from pipelinerl.config.file import with_ranks
 from pipelinerl.launch.gpus import place_trainer
 from pipelinerl.launch.roles import TRAINER, Role, trainer_of
 from pipelinerl.runtime.devices import usable_gpus
-from pipelinerl.runtime.membership import ScaleFolder, State
+from pipelinerl.runtime.membership import Kind, ScaleFolder, State
 from pipelinerl.runtime.process import note
 from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
 
@@ -19,11 +19,9 @@ END_S = 60.0
 """Seconds in which a trainer that has saved has to end, before it is killed. Shorter cuts off large models being written."""
 
 
-def gone_engines(run_folder: Path) -> frozenset[int]:
+def gone_engines(run_folder: Path) -> frozenset[tuple[Kind, int]]:
     """The engines that have left or are lost: what they had is free, whichever process they belonged to."""
-    members = ScaleFolder(run_folder).members()
-    states = (State.LEFT, State.LOST)
-    return frozenset(one.engine_id for one in members.members if one.state in states) if members is not None else frozenset()
+    return ScaleFolder(run_folder).with_state(State.LEFT, State.LOST)
 
 
 class TrainerStarts:

@@ -214,7 +214,7 @@ def _engines(state: RunState) -> RenderableType:
         slots = f" of {state.sequence_slots * len(status.engines)}" if state.sequence_slots else ""
         gauges.append(f"   {running:.0f}{slots} sequences", style="dim")
     if status and status.members:
-        told = ", ".join(f"engine {one.engine_id} {one.state}" for one in status.members[:MEMBERS_SHOWN])
+        told = ", ".join(f"{one.name} {one.state}" for one in status.members[:MEMBERS_SHOWN])
         more = len(status.members) - MEMBERS_SHOWN
         gauges.append(f"   {told}{f' and {more} more' if more > 0 else ''}", style="yellow")
     if state.trainer_ranks is not None and state.trainer_ranks.phase != "settled":

@@ -227,9 +227,9 @@ def run_inputs(config: Config, shape: Shape, *, method: Method, adapter_paramete
         "critics": float(bool(method.needs & CRITICS)),
         "transport": TRANSPORTS.index(config.weights.transport) if config.weights.transport in TRANSPORTS else -1,
         "mode": mode_of(config.pipeline.mode, is_colocated=config.is_colocated),
-        "prm_parameters": prm_parameters,
+        "prm_parameters": config.prm.count * prm_parameters,
         "prm_dtype_bytes": DTYPE_BYTES[config.prm.dtype],
-        "prm_gpus": config.prm.num_ranks if config.prm.path is not None else 0,
+        "prm_gpus": config.prm.count * config.prm.num_ranks if config.prm.path is not None else 0,
         "batched_tokens": float(batched_tokens(engine.options)),
     }
 

@@ -89,9 +89,13 @@ def bill(config: Config, weights: Weights, *, method: Method, kv: KvPlan | None)
     yield Part(f"{NUM_POLICIES} policies in shared memory", shared_bytes(config, weights))
     yield from _of_trainer(config, values)
     if (folder := config.prm.path) is not None and (prm := read_weights(folder).num_parameters):
-        yield Part("weights of the process reward model", prm * DTYPE_BYTES[config.prm.dtype], on_device=True)
+        yield Part("weights of the process reward model", config.prm.count * prm * DTYPE_BYTES[config.prm.dtype], on_device=True)
     processes = engines * config.engine.num_ranks * ENGINE_BYTES + ranks * TRAINER_BYTES
-    yield Part("the processes themselves", processes + (3 + config.scorer.slots + config.prm.is_used) * OTHER_BYTES, is_sure=False)
+    yield Part(
+        "the processes themselves",
+        processes + (3 + config.scorer.slots + config.prm.is_used * config.prm.count) * OTHER_BYTES,
+        is_sure=False,
+    )
 
 
 def rank_bytes(config: Config, weights: Weights, *, method: Method) -> int:

@@ -10,9 +10,9 @@ import msgspec
 
 
 class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that is under way; orders count engines and trainer ranks."""
+    """A change that is under way; orders count engines, trainer ranks and engines of the process reward model."""
 
-    before: tuple[int, int]
+    before: tuple[int, int, int]
     saved_s: float
     """0 where it takes back another one."""
     cost_s: float
@@ -23,8 +23,8 @@ class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
 class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The rule at one moment."""
 
-    ordered: tuple[int, int]
-    """Engines and trainer ranks that were ordered last, by this rule or by hand."""
+    ordered: tuple[int, int, int]
+    """What was ordered last, by this rule or by hand."""
     epoch: int = 0
     """Changes that it has ordered."""
     next_plan: int = 0

@@ -1,7 +1,8 @@
 """The engines that a live run has, as files in `<run>/scale` that everybody reads: they may join and leave while it goes on.
 
 `request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
-it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` when they will not serve any more.
+it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` (of the process reward model's:
+`gone-prm-<engine>.json`) when they will not serve any more.
 `trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
 `elastic.json` is what the rule of elastic roles remembers (`elastic_roles`).
 """
@@ -24,6 +25,19 @@ MAX_ENGINES = 1 << 16
 """Engines of a run. A larger value only lets a damaged file fill memory."""
 MAX_DRAIN_S = 86400.0
 """Longest time that a leaving engine may be given."""
+
+
+class Kind(enum.StrEnum):
+    """What engines of a run do; the word by which a number of them is asked for."""
+
+    ENGINES = "engines"
+    """They write rollouts. Engine 2 is the peer `engine-2`."""
+    PRM = "prm"
+    """They score steps, as the process reward model. Engine 2 of it is the peer `scorer-2`; the first is `scorer-1`."""
+
+
+FIRST_PRM = 1
+"""The number of the process reward model's first engine: it comes after the scorer that runs reward functions."""
 
 
 class State(enum.StrEnum):
@@ -73,26 +87,40 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     num_given_up: int = 0
     """Of these, lost ones that the run does without until they come again: no other engine takes their place."""
     count: int
-    """`engine.count` of the settings under which it was written: a run that goes on with another one begins anew."""
+    """`engine.count`, or `prm.count`, of the settings under which it was written: a run that goes on with another one begins anew."""
     request_id: int = 0
     """The last request that was answered."""
     refused: str = ""
     """Why that request was refused; empty where it was carried out."""
+    prm: Members | None = None
+    """The engines of the process reward model; None in a run without one. They are in the same file, so that nobody sees one that joins
+    before the one whose device it is to have leaves.
+    """
+
+    def of(self, kind: Kind) -> Members | None:
+        """Return the engines of one kind."""
+        return self.prm if kind is Kind.PRM else self
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The wish for a number of engines, of ranks of the trainer, or both."""
+    """The wish for a number of engines, of engines of the process reward model, of ranks of the trainer, or several of these."""
 
     request_id: int
     """Larger than that of every request before it."""
     engines: int | None = None
     """None: as many as there are."""
+    prm: int | None = None
+    """Engines of the process reward model; None: as many as there are."""
     trainer: int | None = None
     """Ranks of the trainer; None: as many as it has."""
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] = 60.0
     """Seconds that engines which leave may take to end what they have; then it goes on in others."""
     started_by: StartedBy = StartedBy.LAUNCHER
     """Who is to start those that come."""
+
+    def number_of(self, kind: Kind) -> int | None:
+        """Return the number of engines of one kind that is asked for; None: as many as there are."""
+        return self.prm if kind is Kind.PRM else self.engines
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +129,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
 
 
+_GONE = {Kind.ENGINES: "gone-", Kind.PRM: "gone-prm-"}
 _T = TypeVar("_T", ScaleRequest, Members, Gone, TrainerRanks, TrainerFailed, RolesRecord)
 
 
@@ -126,20 +155,26 @@ class ScaleFolder:
         """Return the engines of the run; None where no orchestrator has said which."""
         return self._read(self._folder / "engines.json", Members)
 
-    def tell_gone(self, engine_ids: Iterable[int], reason: str) -> None:
+    def with_state(self, *states: State) -> frozenset[tuple[Kind, int]]:
+        """Return the engines of any kind that are in one of these states."""
+        found = self.members()
+        records = [] if found is None else [(kind, record) for kind in Kind if (record := found.of(kind)) is not None]
+        return frozenset((kind, one.engine_id) for kind, record in records for one in record.members if one.state in states)
+
+    def tell_gone(self, engine_ids: Iterable[int], reason: str, kind: Kind = Kind.ENGINES) -> None:
         """Leave word that engines will not serve any more."""
         for engine_id in engine_ids:
-            self._write(f"gone-{engine_id}.json", Gone(reason=reason))
+            self._write(f"{_GONE[kind]}{engine_id}.json", Gone(reason=reason))
 
-    def take_gone(self) -> dict[int, str]:
+    def take_gone(self, kind: Kind = Kind.ENGINES) -> dict[int, str]:
         """Return the engines of which word was left since the last call, each with the reason. A damaged one is an error once."""
         found = {}
-        for path in sorted(self._folder.glob("gone-*.json")):
+        for path in sorted(self._folder.glob(f"{_GONE[kind]}[0-9]*.json")):
             try:
                 gone = self._read(path, Gone)
             finally:
                 path.unlink(missing_ok=True)
-            if gone is not None and (number := path.stem.removeprefix("gone-")).isdecimal():
+            if gone is not None and (number := path.stem.removeprefix(_GONE[kind])).isdecimal():
                 found[int(number)] = gone.reason
         return found
 
@@ -182,9 +217,10 @@ class ScaleFolder:
             raise ConfigError(f"{path} is not what this program writes there: {error}. Remove it") from None
 
 
-def is_own(run_folder: Path, engine_id: int, started_by: StartedBy) -> bool:
+def is_own(run_folder: Path, engine_id: int, started_by: StartedBy, kind: Kind = Kind.ENGINES) -> bool:
     """Return whether an engine is (still) to be started by whoever starts its kind; before the orchestrator has spoken it is."""
-    members = ScaleFolder(run_folder).members()
+    found = ScaleFolder(run_folder).members()
+    members = None if found is None else found.of(kind)
     known = {member.engine_id: member for member in members.members} if members is not None else {}
     member = known.get(engine_id)
     return member is None or (member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING))

@@ -38,8 +38,9 @@ class TrainerRanks(msgspec.Struct, frozen=True, kw_only=True):
     """Counts changes, those that take one back included."""
     is_back: bool = False
     """This change takes the one before it back: there is nothing left to fall back to."""
-    engines_before: int | None = None
-    """Engines to go back to where the change is given up; None where it came with no other number, or somebody has asked for one since."""
+    engines_before: dict[str, int] = {}
+    """Engines to go back to where the change is given up, by their kind; of a kind that is not there, none were asked for with it, or
+    somebody has asked for another number since."""
     reason: str = ""
     """Why the last change was given up; empty where it was not."""
 

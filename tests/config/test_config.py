@@ -653,6 +653,7 @@ KEYS = [
     "prm.early_stop.keep_probability",
     "prm.early_stop.min_steps",
     "prm.early_stop.max_false_stop_fraction",
+    "prm.count",
     "prm.max_steps",
     "prm.chunk_tokens",
     "prm.max_waiting_tokens",

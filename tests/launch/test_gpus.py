@@ -15,15 +15,16 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import parse
 from pipelinerl.engine.__main__ import _gpus_of
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.gpus import Placement, place
+from pipelinerl.launch.gpus import Placement, place, place_joined
 from pipelinerl.launch.node_roles import check_gpus
 from pipelinerl.launch.preflight import _gpus
-from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.roles import Role, joined_engines, prm_engine, roles_of
 from pipelinerl.launch.slurm.__main__ import supervisor_of
 from pipelinerl.launch.slurm.submit import prepare
 from pipelinerl.runtime import devices
 from pipelinerl.runtime.devices import Gpu, found_gpus, show_first, usable_gpus
 from pipelinerl.runtime.findings import Level
+from pipelinerl.runtime.membership import Kind, StartedBy
 from tests.pretended import build_nvml, load_nvml
 from tests.processes import PATIENCE_S, program
 from tests.tiny_models import make_qwen2
@@ -63,7 +64,36 @@ def pretended(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def test_every_rank_of_every_part_has_a_gpu_of_its_own_and_an_engines_ranks_are_neighbours():
     options = {"tensor_parallel_size": 2}
     found = indices(placed(8, engine={"count": 2, "options": options}, prm={"path": "p"}, trainer={"ranks": 3}))
-    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm": [4], "trainer": [5, 6, 7]}
+    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm-1": [4], "trainer": [5, 6, 7]}
+
+
+def test_each_engine_of_a_process_reward_model_is_told_a_gpu_of_its_own(tmp_path: Path) -> None:
+    config = settings(prm={"path": "p", "count": 2})
+    roles, placement = place(config, roles_of(config, tmp_path), some(5))
+    assert indices(placement) == {"engine-0": [0], "prm-1": [1], "prm-2": [2], "trainer": [3]}
+    told = {role.name: role.command[-1] for role in roles if role.kind == Kind.PRM}
+    assert told == {"scorer-1": some(5)[1].uuid, "scorer-2": some(5)[2].uuid}
+    found = indices(placed(4, prm={"path": "p", "count": 2, "gpus": [3, 0]}))
+    assert (found["prm-1"], found["prm-2"]) == ([3], [0])
+    with pytest.raises(ConfigError, match=r"prm\.gpus names 1 GPUs here, and 2 are needed"):
+        placed(4, prm={"path": "p", "count": 2, "gpus": [3]})
+
+
+def test_an_engines_gpu_is_dealt_to_the_process_reward_model_and_back(tmp_path: Path) -> None:
+    config = settings(engine={"count": 2}, prm={"path": "p", "gpus": [2]})
+    roles, _ = place(config, roles_of(config, tmp_path), some(4))
+    joins = prm_engine(tmp_path, 2, started_by=StartedBy.LAUNCHER)
+    with pytest.raises(ConfigError, match=r"every GPU of this machine is taken by the run: .*\. Have an engine leave in the same call"):
+        place_joined(config, joins, roles, some(4))
+    joined = place_joined(config, joins, roles, some(4), gone={(Kind.ENGINES, 1)})
+    assert joined.command[-2:] == ("--gpus", some(4)[1].uuid)
+    again = joined_engines(tmp_path, [1], started_by=StartedBy.LAUNCHER)
+    with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
+        place_joined(config, again, (*roles, joined), some(4), gone={(Kind.ENGINES, 1)})
+    back = place_joined(config, again, (*roles, joined), some(4), gone={(Kind.ENGINES, 1), (Kind.PRM, 2)})
+    assert back.command[-2:] == ("--gpus", some(4)[1].uuid)
+    judged = settings(prm={"judge": {"url": "http://judge/v1", "model": "judge"}})
+    assert place_joined(judged, joins, roles, some(4)) == joins, "a judge needs none"
 
 
 def test_each_process_of_a_reward_model_has_a_gpu_of_its_own_and_the_scorer_is_told_them_in_order():
@@ -119,12 +149,12 @@ def test_the_trainer_of_a_run_in_turns_has_the_gpus_of_its_engines_and_nobody_el
     tensor = {"options": {"tensor_parallel_size": 2}}
     assert indices(placed(1, engine=cache, **turns)) == {"engine-0": [0], "trainer": [0]}
     found = indices(placed(5, engine=cache | tensor | {"count": 2}, trainer={"ranks": 4}, prm={"path": "p"}, **turns))
-    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm": [4], "trainer": [0, 1, 2, 3]}
+    assert found == {"engine-0": [0, 1], "engine-1": [2, 3], "prm-1": [4], "trainer": [0, 1, 2, 3]}
     assert indices(placed(4, engine=cache | tensor | {"gpus": [3, 2]}, trainer={"ranks": 2}, **turns))["trainer"] == [3, 2]
     assert indices(placed(2, engine=cache, trainer={"gpus": [1]}, **turns)) == {"engine-0": [1], "trainer": [1]}
-    with pytest.raises(ConfigError, match=r"prm and trainer are both given GPU 1 "):
+    with pytest.raises(ConfigError, match=r"prm-1 and trainer are both given GPU 1 "):
         placed(2, engine=cache | {"gpus": [0]}, prm={"path": "p", "gpus": [1]}, trainer={"gpus": [1]}, **turns)
-    with pytest.raises(ConfigError, match=r"engine-0 and prm are both given GPU 0 "):
+    with pytest.raises(ConfigError, match=r"engine-0 and prm-1 are both given GPU 0 "):
         placed(2, engine=cache | {"gpus": [0]}, prm={"path": "p", "gpus": [0]}, **turns)
     with pytest.raises(ConfigError, match=r"which starts beside it, nothing\. Set engine\.kv_cache_bytes"):
         placed(1, **turns)
@@ -135,9 +165,9 @@ def test_engines_apart_have_gpus_that_the_trainer_has_no_turn_on():
     engine = {"kv_cache_bytes": 1 << 30, "count": 3, "apart": 2}
     assert indices(placed(3, engine=engine, **turns)) == {"engine-0": [0], "engine-1": [1], "engine-2": [2], "trainer": [0]}
     found = indices(placed(5, engine=engine, trainer={"ranks": 2}, prm={"path": "p"}, **turns))
-    assert found == {"engine-0": [0], "engine-1": [2], "engine-2": [3], "prm": [4], "trainer": [0, 1]}
+    assert found == {"engine-0": [0], "engine-1": [2], "engine-2": [3], "prm-1": [4], "trainer": [0, 1]}
     found = indices(placed(4, engine=engine, trainer={"gpus": [3]}, prm={"path": "p"}, **turns))
-    assert found == {"engine-0": [3], "engine-1": [0], "engine-2": [1], "prm": [2], "trainer": [3]}
+    assert found == {"engine-0": [3], "engine-1": [0], "engine-2": [1], "prm-1": [2], "trainer": [3]}
     with pytest.raises(ConfigError, match=r"engine-1 and trainer are both given GPU 1 "):
         placed(3, engine=engine | {"gpus": [0, 1, 2]}, trainer={"ranks": 2}, **turns)
     with pytest.raises(ConfigError, match=r"engine 3 and trainer 2 GPUs are needed"):

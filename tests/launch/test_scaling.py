@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,27 @@ def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> Non
     (tmp_path / "journal" / "orchestrator.jsonl").write_text('{"t": 1.0, "kind": "end", "reason": "finished"}')
     with pytest.raises(ConfigError, match="is finished: it needs no engines"):
         scaling.ask(tmp_path, scaling.Wanted(engines=2), drain_s=1.0, started_by=StartedBy.LAUNCHER)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words", "started_by", "said"),
+    [
+        ({}, "prm=2", StartedBy.LAUNCHER, "prm=2: .* has no process reward model"),
+        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "prm=2: the run's own launcher starts the engines"),
+        ({"prm": {"path": "p"}}, "prm=0", StartedBy.LAUNCHER, "prm=0: expected 1 to 8, the most"),
+        ({"prm": {"path": "p", "count": 6}}, "prm=13", StartedBy.LAUNCHER, "prm=13: expected 1 to 12, the most"),
+        ({"prm": {"path": "p"}}, "prm=8", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+    ],
+)
+def test_what_a_process_reward_model_cannot_have_is_refused_by_name(
+    tmp_path: Path, sections: dict[str, Any], words: str, started_by: StartedBy, said: str
+) -> None:
+    settings = {"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
+    write_run(tmp_path, parse(settings | sections, origin="test"))
+    wanted = scaling.wanted_of(["engines=1", words])
+    assert str(wanted) == f"engines=1 {words}"
+    with pytest.raises(ConfigError, match=said):
+        scaling.check(tmp_path, wanted, drain_s=1.0, started_by=started_by)
 
 
 def test_the_engines_of_a_run_that_has_ended_are_told_as_what_was_said_last(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pipelinerl.launch.gpus import place, place_joined, place_trainer
 from pipelinerl.launch.roles import TRAINER, Role, joined_engines, peers_of, roles_of, trainer_of
 from pipelinerl.launch.scaling import Wanted, check
 from pipelinerl.launch.trainer_starts import END_S, TrainerStarts
-from pipelinerl.runtime.membership import Member, Members, ScaleFolder, StartedBy, State
+from pipelinerl.runtime.membership import Kind, Member, Members, ScaleFolder, StartedBy, State
 from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
 from tests.launch.test_gpus import some, uuid
 
@@ -104,12 +104,12 @@ def test_a_gpu_of_an_engine_that_has_left_is_dealt_to_the_trainer_and_back(tmp_p
     role = trainer_of(config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 2})}), tmp_path)
     with pytest.raises(ConfigError, match=r"a trainer of 2 ranks needs as many GPUs of this machine, and .* leave 1 of 4"):
         place_trainer(config, role, [engines], some(4), ranks=2)
-    grown = place_trainer(config, role, [engines], some(4), ranks=2, gone={2})
+    grown = place_trainer(config, role, [engines], some(4), ranks=2, gone={(Kind.ENGINES, 2)})
     assert grown.command[-2:] == ("--gpus", f"{uuid(2)},{uuid(3)}")
     joins = joined_engines(tmp_path, [2], started_by=StartedBy.LAUNCHER)
     with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
-        place_joined(config, joins, [engines, grown], some(4), gone={2})
-    assert place_joined(config, joins, [engines, trainer], some(4), gone={2}).command[-2:] == ("--gpus", uuid(2))
+        place_joined(config, joins, [engines, grown], some(4), gone={(Kind.ENGINES, 2)})
+    assert place_joined(config, joins, [engines, trainer], some(4), gone={(Kind.ENGINES, 2)}).command[-2:] == ("--gpus", uuid(2))
 
 
 def test_keys_are_made_for_the_replicas_that_may_come():
@@ -158,4 +158,4 @@ def test_engines_that_have_left_are_known_by_the_orchestrators_record(tmp_path: 
     states = (State.LIVE, State.LEFT, State.LOST, State.DRAINING)
     members = tuple(Member(engine_id=number, state=state, started_by=StartedBy.RUN) for number, state in enumerate(states))
     ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=1, count=4))
-    assert gone_engines(tmp_path) == {1, 2}
+    assert gone_engines(tmp_path) == {(Kind.ENGINES, 1), (Kind.ENGINES, 2)}

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config.layout import Layout, problems_of
 from pipelinerl.planning.formulas import SHEET
-from pipelinerl.planning.inputs import COLOCATED
+from pipelinerl.planning.inputs import COLOCATED, gpu_inputs, run_inputs
 from pipelinerl.planning.plan import settings_of
 from pipelinerl.planning.search import engine_obstacles, engines_of, judge, search, splits, trainers_of
-from tests.planning.runs import inputs_of, shape_of
+from tests.planning.runs import config_of, inputs_of, shape_of
 
 LOAD: dict[str, Any] = {"rollout": {"max_tokens": 4096}, "batch": {"max_tokens": 8192, "groups_per_step": 128}}
 
@@ -120,3 +121,12 @@ def test_of_engines_in_turns_and_apart_every_split_is_tried_and_all_gpus_are_use
     for one in found:
         assert one.inputs["ranks"] + one.inputs["engines_apart"] * one.values["engine_ranks"] == one.values["used_gpus"] == 8
         assert f"engine.apart={one.inputs['engines_apart']:.0f}" in settings_of(one)
+
+
+def test_each_engine_of_a_process_reward_model_has_gpus_of_its_own_and_holds_all_of_the_model() -> None:
+    """7 B in 16 bits are 14 GB, in each of three engines."""
+    config = config_of("Qwen2.5-0.5B", prm={"path": "p", "count": 3})
+    inputs = run_inputs(config, shape_of("Qwen2.5-0.5B"), method=method_of(config), prm_parameters=7 * 10**9) | gpu_inputs("h100")
+    found = judge(inputs, shape_of("Qwen2.5-0.5B"))
+    assert inputs["prm_gpus"] == 3
+    assert found.values["prm_weights_bytes"] == 14e9

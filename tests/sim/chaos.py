@@ -11,6 +11,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Coroutine, Sequence
@@ -350,13 +351,16 @@ class Chaos:
             return [*engines, scorer, gateway, trainer]
         if self.settings.prm.path is None:
             return [*engines, scorer, trainer]
-        prm = self._kept_alive(
-            "prm-0",
-            every_s=self.faults.prm_s,
-            connect=lambda name: self.hubs[1].connect("scorer-1", accepts=ToScorer),
-            serve=lambda link: peers.prm(link, world=self.world),
-        )
-        return [*engines, scorer, prm, trainer]
+        prms = [
+            self._kept_alive(
+                f"prm-{prm_id}",
+                every_s=self.faults.prm_s,
+                connect=lambda name: self.hubs[1].connect(name.replace("prm", "scorer"), accepts=ToScorer),
+                serve=functools.partial(peers.prm, world=self.world, prm_id=prm_id),
+            )
+            for prm_id in range(1, 1 + self.settings.prm.count)
+        ]
+        return [*engines, scorer, *prms, trainer]
 
     async def _kept_alive(
         self,

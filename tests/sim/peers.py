@@ -112,6 +112,8 @@ class World:
     score_s: float = 0.02
     prm_s: float = 0.01
     """One batch of the process reward model."""
+    prm_token_s: float = 0.0
+    """How much longer it takes for each token."""
     token_s: float = 2e-5
     """Training one token."""
     mean_tokens: int = 24
@@ -399,13 +401,14 @@ def step_scores(token_ids: np.ndarray, *, turn_ends: Sequence[int] | None = None
     return ends, [float(token_ids[: end + 1].sum() % 97) / 97 for end in ends]
 
 
-async def prm(link: MemoryLink, *, world: World) -> None:
+async def prm(link: MemoryLink, *, world: World, prm_id: int = 1) -> None:
     """Follow traces until told to stop, all that has come in one batch of `score_s` seconds; a trace's scores depend on all before."""
     traces: dict[str, list[int]] = {}
     attempts: dict[str, int] = {}
     told: dict[str, int] = {}
     turns: dict[str, list[int] | None] = {}
-    ready = PrmReady(prm_id=1, process_id=next(process_ids), version="simulated")
+    busy_s = 0.0
+    ready = PrmReady(prm_id=prm_id, process_id=next(process_ids), version="simulated")
 
     def introduce(kept: Sequence[bytes]) -> list[Message]:
         for known in (traces, attempts, told):
@@ -416,10 +419,13 @@ async def prm(link: MemoryLink, *, world: World) -> None:
     link.introduce(introduce)
     while True:
         link.send(
-            PrmLoad(prm_id=1, num_traces=len(traces), num_steps=0, num_trace_tokens=0, num_computed=0, num_uncached_tokens=0, busy_s=0.0)
+            PrmLoad(
+                prm_id=prm_id, num_traces=len(traces), num_steps=0, num_trace_tokens=0, num_computed=0, num_uncached_tokens=0, busy_s=busy_s
+            )
         )
         message = await _message_within(link, seconds=1.0)
         touched: dict[str, bool] = {}
+        batch_s = world.prm_s
         while message is not None:
             if isinstance(message, Stop):
                 return
@@ -435,9 +441,11 @@ async def prm(link: MemoryLink, *, world: World) -> None:
                     assert message.start == len(traces[message.rollout_id]), "a gap, or tokens told twice"
                     traces[message.rollout_id] += message.token_ids.tolist()
                     touched[message.rollout_id] = message.is_last
+                    batch_s += len(message.token_ids) * world.prm_token_s
             message = link.receive(0)
         if touched:
-            await asyncio.sleep(world.prm_s)
+            await asyncio.sleep(batch_s)
+            busy_s += batch_s
         for rollout_id, is_last in touched.items():
             if rollout_id not in traces:
                 continue  # what an orchestrator sent that is gone

@@ -141,6 +141,7 @@ class Beside:
     """Of the engines."""
     world: peers.World
     run: Run
+    scorer_hub: MemoryHub
     trainer_hub: MemoryHub
     record: peers.TrainerRecord
     """What trainers have seen."""
@@ -217,6 +218,7 @@ async def _run(settings: Config, *, folder: Path, given: Circumstances) -> Simul
                     hub=hubs[0],
                     world=given.world,
                     run=whole,
+                    scorer_hub=hubs[1],
                     trainer_hub=hubs[2],
                     record=record,
                 )
@@ -270,8 +272,8 @@ def _peers(
         link = hubs[0].connect(f"engine-{engine_id}", accepts=ToEngine)
         yield cast.engine(link, engine_id=engine_id, max_running=settings.engine.max_running, world=world)
     yield cast.scorer(hubs[1].connect("scorer-0", accepts=ToScorer), num_slots=4, world=world)
-    if settings.prm.path is not None:
-        yield cast.prm(hubs[1].connect("scorer-1", accepts=ToScorer), world=world)
+    for prm_id in range(1, 1 + settings.prm.count * settings.prm.is_used):
+        yield cast.prm(hubs[1].connect(f"scorer-{prm_id}", accepts=ToScorer), world=world, prm_id=prm_id)
     if settings.gateway is not None:
         yield cast.gateway(hubs[3].connect("gateway-0", accepts=ToGateway), world=world)
     link = hubs[2].connect("trainer-0", accepts=ToTrainer)

@@ -111,7 +111,7 @@ def test_a_target_that_takes_no_work_any_more_is_passed_over(tmp_path: Path) -> 
         def leaves(rollout_id: str, attempt: int, *, target: int | None = None) -> bool:
             if target is not None and not left:
                 left.append(target)
-                engines.leave(engines[target], "a test")
+                engines.leave(target, "a test")
             return move(rollout_id, attempt, target=target)
 
         def note(request: Generate, engine_id: int, **options: Any) -> None:

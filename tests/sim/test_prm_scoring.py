@@ -93,7 +93,7 @@ def test_a_slow_model_slows_admission_and_never_an_engine(tmp_path: Path) -> Non
     assert waiting[-1] == 0
 
 
-async def over_length_prm(link: MemoryLink, *, world: World) -> None:
+async def over_length_prm(link: MemoryLink, *, world: World, prm_id: int) -> None:
     """Cannot take traces of more than 30 tokens, which it says of the whole trace."""
 
     class Link:
@@ -117,7 +117,7 @@ async def over_length_prm(link: MemoryLink, *, world: World) -> None:
                 )
             link.send(message)
 
-    await peers.prm(Link(), world=world)  # pyright: ignore[reportArgumentType]
+    await peers.prm(Link(), world=world, prm_id=prm_id)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_trace_that_cannot_be_scored_fails_with_its_reason_and_trains_nothing(tmp_path: Path) -> None:

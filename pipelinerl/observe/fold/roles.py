@@ -15,9 +15,12 @@ class RolesRow:
     """stays, begins, taken, late, taken back, by hand, lost or again."""
     engines: int = 0
     trainer: int = 0
-    """Ranks; these two before the decision."""
+    """Ranks."""
+    prm: int = 0
+    """Engines of the process reward model, 0 where none change; these three before the decision."""
     engines_then: int = 0
     trainer_then: int = 0
+    prm_then: int = 0
     """The same after it; where roles stay, in the best of the other layouts."""
     speed_now: float | None = None
     """Sampled tokens per second of the layout before, by what the window has shown; None where no window was weighed."""
@@ -39,7 +42,7 @@ class RolesRow:
     @property
     def words(self) -> str:
         """What was decided, as one says it."""
-        then = f"engines={self.engines_then} trainer={self.trainer_then}"
+        then = _said(*self._then)
         why = f": {self.reason}" if self.reason else ""
         match self.word:
             case "begins":
@@ -57,11 +60,23 @@ class RolesRow:
             case "by hand":
                 return f"roles are {then}, as was asked for by hand{why}"
             case _:
-                return f"roles stay engines={self.engines} trainer={self.trainer}{self._figures}"
+                return f"roles stay {_said(*self._now)}{self._figures}"
+
+    @property
+    def _now(self) -> tuple[int, int, int]:
+        return self.engines, self.trainer, self.prm
+
+    @property
+    def _then(self) -> tuple[int, int, int]:
+        return self.engines_then, self.trainer_then, self.prm_then
 
     @property
     def _figures(self) -> str:
-        if self.speed_now is None or self.speed_then is None or (self.engines, self.trainer) == (self.engines_then, self.trainer_then):
+        if self.speed_now is None or self.speed_then is None or self._now == self._then:
             return ""
         saved = f", {self.saved_s:.0f} s saved for {self.cost_s:.0f} s" if self.saved_s is not None and self.cost_s is not None else ""
         return f": {self.speed_then:.0f} tokens/s in place of {self.speed_now:.0f}{saved}"
+
+
+def _said(engines: int, trainer: int, prm: int) -> str:
+    return f"engines={engines} trainer={trainer}" + (f" prm={prm}" if prm else "")

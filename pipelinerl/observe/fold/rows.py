@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pipelinerl.observe.fold.members import MemberRow
 from pipelinerl.observe.fold.roles import RolesRow
 from pipelinerl.observe.fold.trainer_ranks import TrainerRanksRow
 from pipelinerl.observe.renamed import Line
@@ -61,18 +62,6 @@ class EngineGauge:
     """Drafted tokens that its passes verified (`engine.speculation`)."""
     num_accepted: float | None = None
     """Of these, the ones that became part of a completion."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemberRow:
-    """An engine that has joined, is to leave, has left or was lost."""
-
-    t: float = 0.0
-    """Unix seconds; 0 in gauges."""
-    engine_id: int
-    state: str = ""
-    """joining, live, draining, left or lost."""
-    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

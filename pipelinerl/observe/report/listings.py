@@ -133,7 +133,7 @@ def members(tables: Tables) -> Table:
     """Engines that joined and left the live run, or were lost, and changes of the trainer's ranks; nothing where there were none."""
     changes = [one for one in tables.trainer_ranks if one.epoch]
     has_changed = bool(changes) or any(one.state != "live" for one in tables.members)
-    found = [(one.t, f"engine {one.engine_id}", one.state, one.reason) for one in tables.members]
+    found = [(one.t, one.name, one.state, one.reason) for one in tables.members]
     found += [(one.t, "trainer", one.words, "") for one in changes]
     rows = [(duration(tables.since_start(t)), *told) for t, *told in sorted(found)] if has_changed else []
     kinds = ("name", "name", "name", "name")

@@ -93,7 +93,7 @@ class Snapshot:
             "function_errors": self._function_errors(),
             "reasons": sorted(status.reasons.items(), key=lambda item: -item[1])[:TROUBLES],
             "engines": self._engines(status),
-            "members": [{"id": one.engine_id, "state": one.state, "reason": one.reason} for one in status.members],
+            "members": [{"name": one.name, "state": one.state, "reason": one.reason} for one in status.members],
             "trainer": trainer.words if (trainer := self._state.trainer_ranks) is not None and trainer.epoch else None,
             "roles": roles.words if (roles := self._state.roles) is not None else None,
             "scorers": [{"id": gauge.scorer_id, "running": gauge.num_running, "scored": gauge.num_scored} for gauge in status.scorers],

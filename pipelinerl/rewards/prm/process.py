@@ -20,6 +20,7 @@ from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
 from pipelinerl.runtime.devices import show_first
+from pipelinerl.runtime.membership import Kind, StartedBy, is_own
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -29,9 +30,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.rewards.prm.process", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
     parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
+    parser.add_argument("--started-by", type=StartedBy, default=StartedBy.RUN, help="who starts it: the run, or its launcher since")
     parser.add_argument("--gpus", help="UUIDs of the model's GPUs, with commas")
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
+    if not is_own(arguments.run_folder, arguments.index, arguments.started_by, Kind.PRM):
+        return  # it has left the run, and its device may be another's
     with crash_report(arguments.run_folder, name):
         config = load_run(arguments.run_folder)
         set_environment()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from orchestrator.rules.membership import Membership, membership_of
+from orchestrator.rules.membership import Membership, membership_of, prm_membership_of
 from orchestrator.rules.weight_transport import why_unreached
 from pipelinerl.config.file import parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import EngineReady
-from pipelinerl.runtime.membership import Gone, ScaleFolder, ScaleRequest, StartedBy, State
+from pipelinerl.runtime.membership import Gone, Kind, ScaleFolder, ScaleRequest, StartedBy, State, is_own
 from tests.sim.run import config
 
 
@@ -201,3 +202,36 @@ def test_who_follows_knows_who_was_given_up() -> None:
     other = Membership(count=4, most=8)
     other.restore(engines.record())
     assert (other.num_wanted, other.num_given_up, other.goes_on) == (4, 0, False)
+
+
+def test_the_process_reward_models_engines_are_counted_apart_from_the_first_scorer_on() -> None:
+    prm = prm_membership_of(config(prm={"path": "p", "count": 2}), earlier=None)
+    for number in (1, 2):
+        prm.joined(number)
+    assert (prm.names, prm.present()) == (range(1, 9), {1, 2})
+    assert prm.scale(request(1, 1)) == [], "engines=1 is about others"
+    assert prm.present() == {1, 2}
+    assert prm.scale(ScaleRequest(request_id=2, engines=5, prm=3)) == []
+    assert prm.state(3) is State.JOINING
+    assert not prm.may_be_lost(1), "the run began with it"
+    prm.joined(3)
+    assert prm.may_be_lost(3)
+    assert prm.scale(ScaleRequest(request_id=3, prm=1)) == [3, 2]
+    assert [(one.engine_id, one.state, one.reason) for one in prm.record().members] == [
+        (1, State.LIVE, ""),
+        (2, State.DRAINING, "prm=1 was asked for"),
+        (3, State.DRAINING, "prm=1 was asked for"),
+    ]
+    assert prm.scale(ScaleRequest(request_id=4, prm=0)) == []
+    assert prm.record().refused.startswith("prm=0: expected 1 to 8 (prm.count)")
+
+
+def test_engines_of_both_kinds_are_told_in_one_file_and_words_about_one_kind_are_not_about_the_other(tmp_path: Path) -> None:
+    engines, folder = live(2), ScaleFolder(tmp_path)
+    engines.scale(request(1, 1))
+    prm = prm_membership_of(config(prm={"path": "p"}), earlier=None)
+    folder.publish(msgspec.structs.replace(engines.record(), prm=prm.record()))
+    assert folder.with_state(State.DRAINING, State.JOINING) == {(Kind.ENGINES, 1), (Kind.PRM, 1)}
+    assert [is_own(tmp_path, 1, StartedBy.RUN, kind) for kind in Kind] == [False, True]
+    folder.tell_gone([2], "no GPU", Kind.PRM)
+    assert (folder.take_gone(), folder.take_gone(Kind.PRM)) == ({}, {2: "no GPU"})

@@ -17,6 +17,7 @@ from orchestrator.rules.roles import HOLD_WINDOWS, Layout, Pool, Roles, Window
 from orchestrator.rules.switch_seconds import FIRST_S, SwitchSeconds
 from pipelinerl.config.layout import Layout as TrainerLayout
 from pipelinerl.config.scaling import Units, units_of
+from pipelinerl.config.scoring import PrmSection
 from pipelinerl.config.sections import EngineSection
 from pipelinerl.runtime.elastic_roles import RolesRecord
 
@@ -323,3 +324,33 @@ def test_each_failure_in_a_row_doubles_the_rest():
     planned(found, step=step)
     found.follow(seen(OTHER, step=step))
     assert found.roles.num_failed == 0, "one that was carried out"
+
+
+def test_a_process_reward_models_engines_change_with_whole_units_and_one_unit_of_them_stays():
+    """Three engines write 1,500 tokens per second, one that scores 300: two of each are worth 600."""
+
+    def prm(**keys: object) -> PrmSection:
+        return PrmSection.model_validate({"path": "p", **keys})
+
+    engine, trainer = EngineSection(), TrainerLayout(ranks=1)  # pyright: ignore[reportCallIssue]
+    units = units_of(engine, trainer, prm(count=2))
+    assert units == dataclasses.replace(ONE, prms=1, core_prms=1)
+    assert units_of(engine, trainer, prm(options={"tensor_parallel_size": 2})) == ONE, "two devices do not change here"
+    assert units_of(engine, trainer, PrmSection()) == ONE, "there is none"  # pyright: ignore[reportCallIssue]
+    wide = EngineSection.model_validate({"options": {"tensor_parallel_size": 2}})
+    assert units_of(wide, trainer, prm(count=4)).core_prms == 2
+    assert orders_of(Layout(engines=2, width=1, scorers=1), units) == Orders(2, 1, 2)
+    assert layout_of(Orders(2, 1, 2), units, width=1) == Layout(engines=2, width=1, scorers=1)
+    assert layout_of(Orders(2, 1, 3), units_of(wide, trainer, prm(count=4)), width=2) is None
+    pool = dataclasses.replace(rule().roles.pool, core_scorers=1.0)
+    found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(3, 1, 1))
+    found.seconds.started(10.0)
+    window = dataclasses.replace(WINDOW, replica_rate=2000, scorer_rate=300)
+    begun = planned(found, window=window, wanted=Orders(3, 1, 1))
+    assert begun is not None
+    assert (begun.word, begun.orders) == (Word.BEGINS, Orders(2, 1, 2))
+    assert str(begun.orders) == "engines=2 trainer=1 prm=2"
+    assert found.follow(seen(Orders(2, 1, 2), now_s=10.0)) is not None
+    back = planned(found, step=8, window=dataclasses.replace(window, scorer_rate=2000), wanted=Orders(2, 1, 2))
+    assert back is not None
+    assert (back.word, back.orders) == (Word.BEGINS, Orders(3, 1, 1))

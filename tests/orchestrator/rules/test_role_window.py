@@ -5,6 +5,7 @@ Two engines have passes of 20 ms for four sequences: 200 tokens per second each 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
@@ -177,3 +178,17 @@ def test_an_engine_that_is_lost_ends_the_window():
     window = begun()
     window.lost(1)
     assert window.began is None
+
+
+def test_what_a_unit_of_the_process_reward_model_scores_while_it_works():
+    """4,000 tokens in 8 seconds of scoring, whoever has done it, are 500 per second of one engine, and 1,000 of a unit of two."""
+    window = begun()
+    window.begin(dataclasses.replace(counts(0.0), scored_s=2.0))
+    after_ten_seconds(window)
+    window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
+    at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), scored_s=10.0)
+    found = window.window(at, engines_of_unit=1, prms_of_unit=2)
+    assert found is not None
+    assert found[0].scorer_rate == 1000
+    assert window.window(dataclasses.replace(at, scored_s=2.0), engines_of_unit=1, prms_of_unit=2) is None, "nothing was scored"
+    assert seen(window, dataclasses.replace(at, scored_s=None))[0].scorer_rate is None

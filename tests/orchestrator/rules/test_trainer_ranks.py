@@ -74,27 +74,30 @@ def test_settings_with_another_number_begin_anew_but_for_the_epoch():
 def test_engines_of_before_are_to_come_back_where_a_change_is_given_up_and_nobody_has_asked_since():
     saving, starting = change(), change()
     for one in (saving, starting):
-        one.begin(4, engines_before=3)
-        assert one.engines_back is None, "while it is under way they are not"
+        one.begin(4, engines_before={"engines": 3, "prm": 1})
+        assert one.engines_back == {}, "while it is under way they are not"
     assert saving.give_up("the disk is full")
-    assert saving.engines_back == 3
-    saving.keep_engines()
-    assert saving.engines_back is None
+    assert saving.engines_back == {"engines": 3, "prm": 1}
+    assert saving.keep_engines(["engines"])
+    assert saving.engines_back == {"prm": 1}, "somebody has asked for other engines, and of the model for none"
+    assert saving.keep_engines(["engines", "prm"])
+    assert not saving.keep_engines(["prm"])
+    assert saving.engines_back == {}
     starting.saved()
     starting.give_up("no room")
-    assert starting.engines_back is None, "the trainer of before is still to start"
+    assert starting.engines_back == {}, "the trainer of before is still to start"
     starting.done()
-    assert starting.engines_back == 3
+    assert starting.engines_back == {"engines": 3, "prm": 1}
     carried_out = change()
-    carried_out.begin(4, engines_before=3)
+    carried_out.begin(4, engines_before={"engines": 3, "prm": 1})
     carried_out.saved()
     carried_out.done()
-    assert carried_out.engines_back is None
+    assert carried_out.engines_back == {}
 
 
 def test_engines_of_before_come_back_too_where_another_orchestrator_gives_the_change_up():
     one = change()
-    one.begin(4, engines_before=3)
-    assert change(one.record).engines_back == 3
-    one.keep_engines()
-    assert change(one.record).engines_back is None, "somebody has asked for another number"
+    one.begin(4, engines_before={"engines": 3, "prm": 1})
+    assert change(one.record).engines_back == {"engines": 3, "prm": 1}
+    one.keep_engines(["engines", "prm"])
+    assert change(one.record).engines_back == {}, "somebody has asked for another number"

@@ -232,10 +232,10 @@ function plots(s) {
   if ($("plots").childElementCount !== before) for (const [title] of ordered) if (drawn.has(title)) $("plots").append(drawn.get(title).box.parentElement);
 }
 function engines(s) {
-  const changing = new Map((s.members || []).map(m => [m.id, m]));
-  const serving = s.engines.map(e => [`engine ${e.id}, version ${short(e.version)}${changing.has(e.id) ? `, ${changing.get(e.id).state}` : ""}`, `${short(e.running)}${e.slots ? ` of ${e.slots}` : ""} sequences`, `${short(e.waiting)} queued, busy ${percent(e.busy)}${e.kv === null ? "" : `, KV cache ${percent(e.kv)}`}`]);
-  for (const e of s.engines) changing.delete(e.id);
-  cards($("engines"), [...serving, ...[...changing.values()].map(m => [`engine ${m.id}`, m.state, m.reason]), ...(s.trainer ? [["trainer", s.trainer, ""]] : []), ...(s.roles ? [["roles", s.roles, ""]] : [])]);
+  const changing = new Map((s.members || []).map(m => [m.name, m]));
+  const serving = s.engines.map(e => [`engine ${e.id}, version ${short(e.version)}${changing.has(`engine ${e.id}`) ? `, ${changing.get(`engine ${e.id}`).state}` : ""}`, `${short(e.running)}${e.slots ? ` of ${e.slots}` : ""} sequences`, `${short(e.waiting)} queued, busy ${percent(e.busy)}${e.kv === null ? "" : `, KV cache ${percent(e.kv)}`}`]);
+  for (const e of s.engines) changing.delete(`engine ${e.id}`);
+  cards($("engines"), [...serving, ...[...changing.values()].map(m => [m.name, m.state, m.reason]), ...(s.trainer ? [["trainer", s.trainer, ""]] : []), ...(s.roles ? [["roles", s.roles, ""]] : [])]);
 }
 // Samples: asked for anew when the run has shown others, a filter changed or a page was turned; text that a reader may be selecting stays where it is.
 // The filters stand in the address behind its #, so that a reload, or who is sent the address, has the same ones.
