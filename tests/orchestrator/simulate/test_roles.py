@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.rules.roles import Change, Roles, Window
 from orchestrator.simulate.draws import fixed
 from orchestrator.simulate.roles import Elastic
 from orchestrator.simulate.run import Simulated, simulate
@@ -98,3 +99,20 @@ def test_scorers_are_a_role():
 def test_devices_that_are_no_whole_units_are_refused():
     with pytest.raises(ConfigError, match="3 engines of 1 devices and 3 replicas, 1 of them the core, are no whole units of 2 devices"):
         run(dataclasses.replace(ELASTIC, unit_devices=2))
+
+
+def test_a_window_tells_prompts_that_engines_compute_from_slow_passes(monkeypatch: pytest.MonkeyPatch):
+    """Prompts grow eight times. Passes are as their profile says, so that nothing is slow, however long they take for prompts."""
+    windows: list[Window] = []
+    plan = Roles.plan
+
+    def noted(roles: Roles, step: int, window: Window | None) -> Change | None:
+        windows.extend([window] if window else [])
+        return plan(roles, step, window)
+
+    monkeypatch.setattr(Roles, "plan", noted)
+    engine = dataclasses.replace(GROWING.engine, prefill_token_s=1e-3, kv_tokens=1e6)
+    world = dataclasses.replace(GROWING, length_factors=(1.0,), prompt_factors=(1.0, 8.0), engine=engine, slowdowns={})
+    run(dataclasses.replace(ELASTIC, engines={1: engine}), world=world)
+    assert [window.slowness for window in windows] == pytest.approx([1.0] * len(windows), rel=0.05)
+    assert max(window.prompt_tokens for window in windows) > 3 * windows[0].prompt_tokens > 0
