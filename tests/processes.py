@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PATIENCE_S = 30.0
@@ -19,6 +20,18 @@ def program(code: str, **values: object) -> tuple[str, ...]:
     """The command line of a Python program; `values` are variables it begins with."""
     begin = "".join(f"{name} = {(str(value) if isinstance(value, Path) else value)!r}\n" for name, value in values.items())
     return (sys.executable, "-c", begin + textwrap.dedent(code))
+
+
+@contextlib.contextmanager
+def launched(code: str, folder: Path, *, within_s: float = PATIENCE_S) -> Iterator[None]:
+    """Run a launcher of the run `folder`; at the end Ctrl-C ends it without an error."""
+    with subprocess.Popen(program(code, folder=folder)) as launcher:
+        try:
+            yield
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(within_s) == 0
+        finally:
+            launcher.kill()
 
 
 def wait_until(claim: Callable[[], bool], *, what: str, within_s: float = PATIENCE_S) -> None:

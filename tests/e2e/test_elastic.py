@@ -62,13 +62,8 @@ def live(tmp_path: Path) -> Iterator[Path]:
     config = load(settings, overrides=overrides)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"source": None})})
     folder = make_run_folder(config).absolute()
-    with subprocess.Popen(processes.program(LAUNCHER, folder=folder)) as launcher:
-        try:
-            yield folder
-            launcher.send_signal(signal.SIGINT)
-            assert launcher.wait(LOAD_S) == 0
-        finally:
-            launcher.kill()
+    with processes.launched(LAUNCHER, folder, within_s=LOAD_S):
+        yield folder
 
 
 def wait_until(claim: Callable[[], bool], *, what: str) -> None:

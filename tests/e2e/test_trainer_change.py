@@ -51,14 +51,9 @@ def live(tmp_path: Path) -> Iterator[Path]:
     overrides = ["trainer.steps=1000000", "batch.groups_per_step=8", "evaluation.every=0", "evaluation.limit=4", "checkpoint.every=1000"]
     overrides += ["engine.count=2", "engine.cores=[]", "trainer.cores=[]", "engine.max_running=32", "engine.kv_cache_bytes=67108864"]
     folder = make_run_folder(load(settings, overrides=[*overrides, "run.restart_wait_s=0.1"])).absolute()
-    with subprocess.Popen(processes.program(LAUNCHER, folder=folder)) as launcher:
-        try:
-            wait_until(lambda: steps(folder) >= 3, what="the run trains nothing")
-            yield folder
-            launcher.send_signal(signal.SIGINT)
-            assert launcher.wait(LOAD_S) == 0
-        finally:
-            launcher.kill()
+    with processes.launched(LAUNCHER, folder, within_s=LOAD_S):
+        wait_until(lambda: steps(folder) >= 3, what="the run trains nothing")
+        yield folder
 
 
 def wait_until(claim: Callable[[], bool], *, what: str) -> None:

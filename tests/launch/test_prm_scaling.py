@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -39,15 +39,9 @@ def live(tmp_path: Path) -> Iterator[Path]:
     overrides += ['algorithm.overrides={aggregation = "seq-mean-token-sum-norm"}', "prm.chunk_tokens=4", 'prm.separator="5"']
     overrides += [f'prm.judge.url="{endpoint.url}"', 'prm.judge.model="judge"']
     folder = make_run_folder(load(settings, overrides=overrides)).absolute()
-    with subprocess.Popen(processes.program(LAUNCHER, folder=folder)) as launcher:
-        try:
-            wait_for(folder, "engines 0 live, engines 1 live, prm 1 live")
-            yield folder
-            launcher.send_signal(signal.SIGINT)
-            assert launcher.wait(processes.PATIENCE_S) == 0
-        finally:
-            launcher.kill()
-            endpoint.close()
+    with contextlib.closing(endpoint), processes.launched(LAUNCHER, folder):
+        wait_for(folder, "engines 0 live, engines 1 live, prm 1 live")
+        yield folder
 
 
 def engines(folder: Path) -> list[tuple[Kind, Member]]:

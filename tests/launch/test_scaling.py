@@ -49,14 +49,9 @@ def live(tmp_path: Path) -> Iterator[Path]:
     overrides += ['engine.kind="fake"', "engine.count=1", "engine.cores=[]", "engine.max_running=16", "engine.max_count=4"]
     overrides += [f'data.source="{PLUGINS}:prompts"', f'reward=[{{function = "{PLUGINS}:reward"}}]', "run.restart_wait_s=0.1"]
     folder = make_run_folder(load(settings, overrides=overrides)).absolute()
-    with subprocess.Popen(processes.program(LAUNCHER, folder=folder)) as launcher:
-        try:
-            wait_for(folder, 0, State.LIVE)
-            yield folder
-            launcher.send_signal(signal.SIGINT)
-            assert launcher.wait(processes.PATIENCE_S) == 0
-        finally:
-            launcher.kill()
+    with processes.launched(LAUNCHER, folder):
+        wait_for(folder, 0, State.LIVE)
+        yield folder
 
 
 def member(folder: Path, engine_id: int) -> Member | None:

@@ -67,7 +67,7 @@ class Load:
     prompt_factors: tuple[float, ...] = (1.0,)
     """Of the prompt, as `factors`."""
     staleness: int = 4
-    turns: int = 1
+    step_factor: int = 1
     """Times as many steps as the other loads have."""
 
     @property
@@ -85,7 +85,7 @@ LOADS = {
     "growth": Load(mean=1000.0, cv=0.8, factors=(1.0, 16.0)),
     "swings": Load(mean=2000.0, cv=0.8, factors=(1.0, 8.0, 1.0, 8.0, 1.0)),
     "tails": Load(mean=4000.0, cv=1.5, staleness=1),
-    "tasks": Load(mean=12_000.0, cv=0.8, factors=in_turns(1.0, 1 / 48), prompt_factors=in_turns(1.0, 32.0), staleness=8, turns=8),
+    "tasks": Load(mean=12_000.0, cv=0.8, factors=in_turns(1.0, 1 / 48), prompt_factors=in_turns(1.0, 32.0), staleness=8, step_factor=8),
 }
 
 
@@ -119,7 +119,7 @@ def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness
     """Return the table of a cluster under a load."""
     found, size = harness.Measured(), SIZES[num_gpus]
     what = LOADS[load]
-    steps = QUICK_STEPS if quick else size["steps"] * what.turns
+    steps = QUICK_STEPS if quick else size["steps"] * what.step_factor
     _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=steps, load=what), quick=quick)
     answers = f"answers of {what.mean:,.0f} tokens in the mean{_times(what.factors)}, cv {what.cv}"
     prompts = f"prompts of {what.prompt:,.0f}{_times(what.prompt_factors)}"
