@@ -102,7 +102,7 @@ def test_a_change_that_the_rule_ordered_outlives_the_orchestrator_and_devices_go
     os.kill(orchestrator, signal.SIGKILL)
     wait_until(lambda: "taken" in {word for word, *_ in decided(live)}, what="nobody goes on with the change")
     assert decided(live) == [("begins", 2, 2), ("taken", 2, 2)], "it was carried out once"
-    assert has(live) == (2, 2)
+    wait_until(lambda: has(live) == (2, 2), what="the folder does not say who is there")  # it follows the journal, by a write to the disk
     trains_on(live, num_steps=3)
     remembered = ScaleFolder(live).roles()
     assert remembered is not None
@@ -110,7 +110,7 @@ def test_a_change_that_the_rule_ordered_outlives_the_orchestrator_and_devices_go
     assert remembered.first_s is not None
     (live / "long").touch()
     wait_until(lambda: decided(live)[2:] == [("begins", 3, 1), ("taken", 3, 1)], what=f"no rank becomes an engine: {decided(live)}")
-    assert has(live) == (3, 1)
+    wait_until(lambda: has(live) == (3, 1), what="the folder does not say who is there")
     trains_on(live, num_steps=1)
     done = [line["step"] for line in lines(live, "step")]
     assert done == sorted(set(done)), "no step is trained again"
