@@ -53,11 +53,12 @@ class _Run:
         """The steps but the first."""
         return self.journal.steps[1:]
 
-    @property
-    def prompt_tokens(self) -> float:
-        """Tokens of a trained sample that it did not sample itself."""
-        others = sum(step["num_tokens"] - step["num_trained_tokens"] for step in self.steps)
-        return max(1.0, others / max(1, sum(step["num_samples"] for step in self.steps)))
+    def given_tokens(self) -> tuple[float, float]:
+        """Return the tokens of a prompt, and those of an environment's reply, from what trained samples did not sample themselves."""
+        table = np.array([[step["num_samples"], self.rollouts.replies.get(step["step"], 0)] for step in self.steps], np.float64)
+        others = np.array([step["num_tokens"] - step["num_trained_tokens"] for step in self.steps], np.float64)
+        prompt, reply = least_squares(table, others)
+        return max(1.0, float(prompt)), float(reply)
 
 
 def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float = math.inf) -> World:
@@ -68,6 +69,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
     """
     runs = [_read(folder, until_s) for folder in run_folders]
     first, *_ = runs
+    prompt_tokens, reply_tokens = first.given_tokens()
     engine, beside_trainer, beside_engine = _engine(runs)
     trainer, slowed = _trainer(runs)
     slowdowns = {"engine/trainer": beside_trainer, "engine/engine": beside_engine, "trainer/engine": slowed}
@@ -77,9 +79,9 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
         engine=engine,
         trainer=trainer,
         sync=_sync(runs),
-        scoring=_scoring(first.journal, first.rollouts),
+        scoring=dataclasses.replace(_scoring(first.journal, first.rollouts), reply_tokens=round(reply_tokens)),
         admit_s=_admit_s(first.rollouts),
-        prompt_tokens=fixed(first.prompt_tokens),
+        prompt_tokens=fixed(prompt_tokens),
         lengths=recorded(list(first.rollouts.lengths.values())),
         likeness=_likeness(first.rollouts.lengths),
         reward_mean=mean,
@@ -110,7 +112,7 @@ def _engine(runs: Sequence[_Run]) -> tuple[EngineWorld, float, float]:
     coefficients, (beside_trainer, beside_engine) = _fit(table[:, 0], table[:, 1:4], table[:, 4:6])
     a, b, c = (float(one) for one in coefficients)
     kv = [
-        load["num_running"] * (run.prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
+        load["num_running"] * (run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
         for run in runs
         for loads in run.journal.loads.values()
         for load in loads
@@ -130,6 +132,7 @@ def _reports(run: _Run) -> Iterator[tuple[float, float, float, float, float, flo
     Each is (seconds with sequences, passes, sampled tokens, prompt tokens, part of them beside the trainer, other engines beside them).
     """
     journal = run.journal
+    prompt_tokens, _ = run.given_tokens()
     first_s = journal.steps[0]["t"]
     for engine_id, loads in journal.loads.items():
         asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
@@ -142,7 +145,7 @@ def _reports(run: _Run) -> Iterator[tuple[float, float, float, float, float, flo
             busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(swap["pause_s"] for swap in swaps if start < swap["t"] <= end)
             low, high = np.searchsorted(asked, (start, end))
             num_prompts = len(set(groups[low:high]))
-            prompts = num_prompts * run.prompt_tokens + (high - low - num_prompts) * min(run.prompt_tokens, 8.0)  # half a block of siblings
+            prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, 8.0)  # half a block of siblings
             prompts += sum(swap["num_recomputed_tokens"] for swap in swaps if start < swap["t"] <= end)
             own = _within(journal.passes.get(engine_id, ()), start, end) or [(start, end)]
             beside = _overlap(journal.work, own)
@@ -199,6 +202,7 @@ def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float]]:
 
     Each is (forward and backward seconds, rows, computed tokens, engines that worked beside the trainer, seconds of the rest).
     """
+    _, reply_tokens = run.given_tokens()
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
         if seconds is None or after["t"] <= before["t"]:
@@ -207,14 +211,15 @@ def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float]]:
         beside = sum(_overlap(passes, work) for passes in run.journal.passes.values()) if work else 0.0
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
         num_rows = run.rollouts.rows.get(after["step"], 1)
-        yield seconds, num_rows, _num_computed(after, run.rollouts), beside, after["t"] - before["t"] - apart
+        yield seconds, num_rows, _num_computed(after, run.rollouts, reply_tokens), beside, after["t"] - before["t"] - apart
 
 
-def _num_computed(step: dict[str, Any], rollouts: RunRollouts) -> float:
+def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
     """Return the tokens that the trainer computes in a step: a prompt once for the siblings of a row, and groups are cut by rows' ends."""
     prompts = 1 + (step["num_samples"] - 1) // rollouts.group_size + rollouts.rows.get(step["step"], 1) - 1
-    others = step["num_tokens"] - step["num_trained_tokens"]
-    return float(step["num_trained_tokens"] + others * min(1.0, prompts / step["num_samples"]))
+    replied = reply_tokens * rollouts.replies.get(step["step"], 0)
+    given = step["num_tokens"] - step["num_trained_tokens"] - replied
+    return float(step["num_trained_tokens"] + replied + given * min(1.0, prompts / step["num_samples"]))
 
 
 def _sync(runs: Sequence[_Run]) -> SyncWorld:
@@ -269,7 +274,7 @@ def _scoring(journal: RunJournal, rollouts: RunRollouts) -> ScoringWorld:
         overhead_s=max(0.0, least_s - typical_s),
         failed_fraction=rollouts.num_failed / max(1, rollouts.num_scored),
         reply_s=recorded(journal.replies_s) if journal.replies_s else ScoringWorld().reply_s,
-        turns=recorded(rollouts.turns) if rollouts.turns else fixed(1.0),
+        turns=recorded(list(rollouts.turns.values())) if rollouts.turns else fixed(1.0),
         prm_token_s=prm.get("busy_s", 0.0) / num_prm_tokens if num_prm_tokens else 0.0,
         hopeless_fraction=rollouts.num_hopeless / max(1, rollouts.num_scored),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -55,7 +56,10 @@ class RunRollouts:
     num_scored: int
     num_failed: int
     num_hopeless: int
-    turns: list[float]
+    turns: dict[str, int]
+    """Turns of each in `lengths`; empty where no environment replies."""
+    replies: dict[int, int]
+    """Replies of an environment in the rollouts that each step trains."""
 
 
 def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
@@ -103,7 +107,7 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
         ).fetchone()
         events = database.execute(
             "SELECT kind, t, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
-            " ('issued', 'generated', 'scored', 'closed', 'early_stop', 'observed') ORDER BY seq"
+            " ('issued', 'generated', 'scored', 'assigned', 'closed', 'early_stop', 'observed') ORDER BY seq"
         ).fetchall()
     lengths: dict[str, int] = {}
     rewards: dict[str, float] = {}
@@ -111,6 +115,7 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
     rows: dict[int, int] = {}
     ended: dict[str, float] = {}
     turns: dict[str, int] = {}
+    replies: collections.Counter[int] = collections.Counter()
     waits_s: list[float] = []
     counts = {"scored": 0, "failed": 0, "early_stop": 0}
     for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
@@ -129,6 +134,8 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
                 if reward is not None:
                     rewards[name] = reward
                 waits_s.append(t - ended.get(name, t))
+            case "assigned":
+                replies[step] += turns.get(name, 1) - 1
             case "closed":
                 rows[step] = num_rows
             case "observed":
@@ -145,5 +152,6 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
         num_scored=counts["scored"],
         num_failed=counts["failed"],
         num_hopeless=counts["early_stop"],
-        turns=[float(turns.get(name, 1)) for name in lengths] if turns else [],
+        turns={name: turns.get(name, 1) for name in lengths} if turns else {},
+        replies=replies,
     )

@@ -27,6 +27,8 @@ class SimulatedTrajectory(Trajectory, frozen=True, kw_only=True):
 
     num_prompt: int
     """Tokens that it did not sample: the prompt, and what an environment said."""
+    num_shared: int
+    """Of these, tokens of the prompt, which its siblings share."""
     num_sampled: int
     run_tokens: tuple[int, ...]
     """Tokens of each run."""
@@ -113,6 +115,7 @@ class Rollout:
             finished_at=self.finished_s,
             is_greedy=self.is_greedy,
             num_prompt=self.draws.prompt_tokens + self.num_observed,
+            num_shared=self.draws.prompt_tokens,
             num_sampled=self.num_sampled,
             run_tokens=tuple(tokens for _, tokens in runs),
         )

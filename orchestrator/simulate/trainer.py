@@ -255,6 +255,6 @@ def _shared_prompts(samples: list[Sample]) -> list[int]:
         trajectory = sample.trajectory
         if trajectory.group_id in seen:
             assert isinstance(trajectory, SimulatedTrajectory)
-            shared.append(trajectory.num_prompt)
+            shared.append(trajectory.num_shared)
         seen.add(trajectory.group_id)
     return shared

@@ -143,7 +143,7 @@ def test_the_first_of_several_runs_tells_what_rollouts_are_like(learned: World, 
 def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[float, float], beside: float):
     """In turns an engine works in most of a step, and in none of the trainer's part of it."""
     journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
-    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": []}
+    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
     ((seconds, rows, _, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
     assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
@@ -188,10 +188,25 @@ def test_groups_sent_in_one_burst_tell_what_a_group_takes(tmp_path: Path):
 
 def test_a_shared_prompt_counts_once_for_each_row_that_siblings_are_in():
     """Two groups of eight in two rows: one group is cut, so three prompts of 7 tokens are computed."""
-    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": []}
+    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
     step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7}
     assert _num_computed(step, rollouts) == pytest.approx(1000 + 3 * 7)
+
+
+def test_an_environments_replies_are_told_from_prompts():
+    """Prompts of 7 tokens and replies of 3: four samples with two replies, two with five; sixteen with ten compute all of their replies."""
+    steps = [one_step(step=0, t=0.0)]
+    steps += [
+        one_step(step=step, t=float(step)) | {"num_samples": num, "num_tokens": 1000 + 7 * num + 3 * replies}
+        for step, num, replies in ((1, 4, 2), (2, 2, 5))
+    ]
+    empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}}
+    rollouts = RunRollouts(**empty, replies={1: 2, 2: 5, 3: 10}, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
+    run = _Run(Path(), RunJournal(steps=steps), rollouts)
+    assert run.given_tokens() == pytest.approx((7.0, 3.0))
+    step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7 + 10 * 3}
+    assert _num_computed(step, rollouts, 3.0) == pytest.approx(1000 + 3 * 7 + 10 * 3)
 
 
 def test_what_was_learned_simulates(learned: World):
