@@ -14,15 +14,15 @@ from pipelinerl.messages import Sample
 from tests.orchestrator.simulate.test_parts import workload
 
 
-def sample(group_id: int, sibling: int, *, num_sampled: int) -> Sample:
-    """A prompt of 9 tokens and so many that were sampled."""
+def sample(group_id: int, sibling: int, *, num_sampled: int, num_observed: int = 0) -> Sample:
+    """A prompt of 9 tokens, so many that were sampled, and so many that an environment said."""
     name = f"{group_id}/{sibling}"
     draws = workload().group(group_id)
     rollout = Rollout(
         group_id=group_id, sibling=sibling, name=name, prompt_id="0:0", draws=draws, is_greedy=False, admitted_s=0.0, version=0
     )
-    rollout.runs, rollout.num_sampled = [(0, num_sampled)], num_sampled
-    return Sample(trajectory=rollout.trajectory(), reward=0.0, advantages=np.zeros(9 + num_sampled, np.float32))
+    rollout.runs, rollout.num_sampled, rollout.num_observed = [(0, num_sampled)], num_sampled, num_observed
+    return Sample(trajectory=rollout.trajectory(), reward=0.0, advantages=np.zeros(9 + num_observed + num_sampled, np.float32))
 
 
 @pytest.mark.parametrize(("world", "expected_s"), [(TrainerWorld(token_s=1.0), 42.0), (TrainerWorld(token_s=0.0, square_s=1.0), 848.0)])
@@ -31,11 +31,23 @@ def test_a_prompt_that_siblings_of_a_row_share_is_computed_once(world: TrainerWo
 
     Squares, less those of the two prompts that are shared: 144 + 169 + 121 + 576 - 2 * 81 = 848.
     """
+    row = [sample(0, 0, num_sampled=3), sample(0, 1, num_sampled=4), sample(0, 2, num_sampled=2), sample(1, 0, num_sampled=15)]
+    assert seconds_of(row, world) == pytest.approx(expected_s)
+
+
+def test_replies_of_an_environment_are_nobodys_but_their_episodes():
+    """Two siblings of 3 and 4 sampled tokens, to whom an environment said 5 and 6: (9 + 3 + 5) + (4 + 6) = 27 tokens."""
+    row = [sample(0, 0, num_sampled=3, num_observed=5), sample(0, 1, num_sampled=4, num_observed=6)]
+    assert seconds_of(row, TrainerWorld(token_s=1.0)) == pytest.approx(27.0)
+
+
+def seconds_of(row: list[Sample], world: TrainerWorld) -> float:
+    """Return the seconds that a step of one row takes."""
     events = Events()
     trainer = Trainer(world, SyncWorld(), cores=Cores(events), num_replicas=1, num_steps=1, holds_batches=False, checkpoint_every=9)
     done: list[float] = []
     trainer.on_done = lambda step, metrics: done.append(metrics["forward_backward_s"])
-    trainer.add(0, [sample(0, 0, num_sampled=3), sample(0, 1, num_sampled=4), sample(0, 2, num_sampled=2), sample(1, 0, num_sampled=15)])
+    trainer.add(0, row)
     trainer.close(0)
     events.run(until=lambda: bool(done), limit_s=1e6)
-    assert done == [pytest.approx(expected_s)]
+    return done[0]
