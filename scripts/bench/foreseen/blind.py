@@ -1,7 +1,8 @@
 """Live runs on this machine that were foretold: drawn by seed, forecast, committed, and only then run.
 
     draw       eight cases over engines, staleness, group sizes, long-tailed lengths, slow rewards, a PRM and an environment
-    calibrate  runs of other settings for each number of engines that was drawn: what forecasts learn from (`cases`)
+    calibrate  runs of other settings for each number of engines that was drawn: what forecasts learn from (`cases`); those of an earlier
+               draw are forgotten, since the machine's speed changes within an hour
     forecast   simulate every case, and write the figures beside the hash of the code that made them
     run        the cases live, one after another; every try is kept, also one that failed, or beside which others worked
     table      forecast, live and error of every try, of every seed that was drawn
@@ -54,6 +55,7 @@ def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
         case "draw":
             drawn = {"seed": seed, "code": code_hash(), "commit": _git("rev-parse", "HEAD"), "cases": draw(seed), "forecasts": []}
             _write(FORECASTS, [*_records(), drawn])
+            cases.forget_learned()
         case "calibrate":
             for case in _record()["cases"]:
                 cases.calibrate(case, until_s=until_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -91,6 +92,12 @@ def learned_from(case: dict[str, Any]) -> list[Path]:
     engines, kind = case["engines"], case["kind"]
     own = [] if kind in ("plain", "slow rewards") else [kind, f"{kind}-few"]  # how slow rewards are is told, not learned
     return [FOLDER / f"like-{engines}-{name}" for name in (*own, *LEARNED)]
+
+
+def forget_learned() -> None:
+    """Remove the runs that forecasts learn from."""
+    for folder in FOLDER.glob("like-*"):
+        shutil.rmtree(folder)
 
 
 def calibrate(case: dict[str, Any], *, until_s: float) -> None:
