@@ -47,7 +47,10 @@ from orchestrator.stages.script_replay import ScriptRecord, ScriptReplay
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
+from pipelinerl.config.file import with_tensor_parallel
+from pipelinerl.config.scaling import why_width_fixed
 from pipelinerl.data.packing import packing_of
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
@@ -160,7 +163,7 @@ class Parts:
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
         earlier = given.scale and given.scale.members()
-        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay)
+        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay, why_not_width=self._why_not_width)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
         if not self.membership.goes_on:  # `engine.count` is another one
             self.trainer_change.keep_engines([Kind.ENGINES])
@@ -233,6 +236,15 @@ class Parts:
         self.relief = relief_of(
             config, num_siblings=self.num_siblings, engines=self.engines, check=self.announcement_check, journal=given.journal
         )
+
+    def _why_not_width(self, size: int) -> str | None:
+        """Say why engines of another `tensor_parallel_size` could not serve this run; None where they could."""
+        if (why := why_width_fixed(self.config.pipeline)) is not None:
+            return why
+        try:
+            return self._transport.why_not_ranks(with_tensor_parallel(self.config, size).engine.num_ranks)
+        except ConfigError as error:
+            return str(error)
 
     def _alternation(self) -> Alternation:
         return Alternation(

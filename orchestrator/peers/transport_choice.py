@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from orchestrator.peers.engines import Engines
-from orchestrator.rules.weight_transport import choose_transport, why_unreached
+from orchestrator.rules.weight_transport import choose_transport, why_not_ranks, why_unreached
 from pipelinerl.config import Config
 from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
 from pipelinerl.messages import EngineReady, LayoutFixed, TrainerReady
@@ -55,3 +55,7 @@ class TransportChoice:
     def why_unreached(self, ready: EngineReady) -> str | None:
         """Say why no policy would reach an engine that joins a run under way; None where they do, or nothing was chosen yet."""
         return None if self._transport is None else why_unreached(ready, self._transport, trainer=self._trainer)
+
+    def why_not_ranks(self, num_ranks: int) -> str | None:
+        """Say why no policy would reach an engine of so many ranks; None where it would, or nothing was chosen yet."""
+        return None if self._transport is None else why_not_ranks(self._transport, num_ranks)

@@ -135,6 +135,7 @@ class EngineLoop:
             machine=machine_id(),
             transports=limits.transports,
             kv_tokens=limits.kv_tokens,
+            tensor_parallel_size=limits.tensor_parallel_size,
             version=self.version,
             rollback_epoch=self.rollback_epoch,
             running={completion.rollout_id: completion.attempt for completion in self._withheld} | running,
