@@ -53,8 +53,8 @@ class EngineWidths:
         return membership.have_leave(membership.leaving_order(membership.of_another_width()), self.reason)
 
     def make_room(self, engine_id: int) -> list[int]:
-        """Return the live engines of another width that are to leave now, so that this one finds GPUs: as many as have those of it. The last
-        that serves waits for those that have found theirs."""
+        """Return the live engines of another width that are to leave now, so that this one finds GPUs: as many as have those of it. The
+        last that serves waits for those that have found theirs."""
         membership = self.membership
         if membership.state(engine_id) is not State.JOINING or membership.is_draining():
             return []
