@@ -47,10 +47,7 @@ from orchestrator.stages.script_replay import ScriptRecord, ScriptReplay
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
-from pipelinerl.config.file import with_tensor_parallel
-from pipelinerl.config.scaling import why_width_fixed
 from pipelinerl.data.packing import packing_of
-from pipelinerl.errors import ConfigError
 from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
@@ -163,12 +160,12 @@ class Parts:
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
         earlier = given.scale and given.scale.members()
-        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay, why_not_width=self._why_not_width)
+        self._transport = TransportChoice(config=config, journal=given.journal)
+        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay, why_not_width=self._transport.why_not_width)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
         if not self.membership.goes_on:  # `engine.count` is another one
             self.trainer_change.keep_engines([Kind.ENGINES])
         self.packing = packing_of(config, num_replicas=self.trainer_change.num_replicas)
-        self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(
                 given.engine_hub,
@@ -236,15 +233,6 @@ class Parts:
         self.relief = relief_of(
             config, num_siblings=self.num_siblings, engines=self.engines, check=self.announcement_check, journal=given.journal
         )
-
-    def _why_not_width(self, size: int) -> str | None:
-        """Say why engines of another `tensor_parallel_size` could not serve this run; None where they could."""
-        if (why := why_width_fixed(self.config.pipeline)) is not None:
-            return why
-        try:
-            return self._transport.why_not_ranks(with_tensor_parallel(self.config, size).engine.num_ranks)
-        except ConfigError as error:
-            return str(error)
 
     def _alternation(self) -> Alternation:
         return Alternation(

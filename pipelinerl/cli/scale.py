@@ -66,7 +66,7 @@ def scale(
     joining = [one.engine_id for one in waiting if one.started_by is StartedBy.JOB]
     if joining and is_slurm and not elsewhere:
         config = load_run(run_folder)
-        config = with_tensor_parallel(config, found.tensor_parallel_size or config.engine.tensor_parallel_size)
+        config = config if found.tensor_parallel_size is None else with_tensor_parallel(config, found.tensor_parallel_size)
         for script in jobs.prepare(config, run_folder, joining, python=sys.executable):
             console.print(f"script: {escape(str(script))}", soft_wrap=True)
             if submit:

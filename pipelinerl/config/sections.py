@@ -150,12 +150,7 @@ class EngineSection(Section):
     @property
     def num_ranks(self) -> int:
         """Processes over which each engine spreads its model."""
-        return self.tensor_parallel_size * self.num_stages
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks of one engine that share every matrix."""
-        return int(self.options.get("tensor_parallel_size", 1))
+        return int(self.options.get("tensor_parallel_size", 1)) * self.num_stages
 
     @property
     def drafts(self) -> tuple[int, int]:
