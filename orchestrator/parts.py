@@ -160,12 +160,12 @@ class Parts:
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
         earlier = given.scale and given.scale.members()
-        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay)
+        self._transport = TransportChoice(config=config, journal=given.journal)
+        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay, why_not_width=self._transport.why_not_width)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
         if not self.membership.goes_on:  # `engine.count` is another one
             self.trainer_change.keep_engines([Kind.ENGINES])
         self.packing = packing_of(config, num_replicas=self.trainer_change.num_replicas)
-        self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(
                 given.engine_hub,

@@ -114,6 +114,7 @@ class Run:
                 watch=parts.watch,
                 deadline_s=config.trainer.ready_deadline_s,
             ),
+            ready_s=config.engine.ready_deadline_s,
             roles=role_changes_of(parts, self.pipeline.training) if config.pipeline.elastic else None,
         )
 

@@ -32,6 +32,13 @@ def why_trainer_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker
     return why_fixed(pipeline, weights, tinker)
 
 
+def why_width_fixed(pipeline: PipelineSection) -> str | None:
+    """Say why a run's engines keep their `tensor_parallel_size`, where they may join and leave; None where they need not."""
+    if pipeline.elastic:
+        return "pipeline.elastic is true, whose units of devices hold engines of one size. Start, or resume, the run without it"
+    return None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
     """The devices of a run that change between engines, trainer ranks and engines of the process reward model as a whole: as few as hold

@@ -331,6 +331,10 @@ class Launcher:
             try:
                 role = self._joined(kind, member.engine_id, running)
             except ConfigError as error:
+                if kind is Kind.ENGINES and found.has_of_another_width(member):  # these have the GPUs, and are to leave
+                    if not self._scale.with_state(State.DRAINING):
+                        self._scale.tell_no_room(member.engine_id, str(error))
+                    continue
                 self._begun.add(begun)
                 self._tell_gone(kind, [member.engine_id], str(error))
                 continue
@@ -347,10 +351,13 @@ class Launcher:
         return self._roles[failed].is_spare and self._first != failed and not self._is_overdue
 
     def _has_left(self, name: str) -> bool:
-        """Return whether all engines of a process have left the run, as they were asked to."""
+        """Return whether all engines of a process have left the run, as they were asked to, or others have their numbers since."""
         role = self._roles[name]
         own = {(role.kind, engine_id) for engine_id in role.engine_ids}
-        return bool(own) and self._scale.with_state(State.LEFT) >= own
+        found = self._scale.members()
+        members = () if found is None or (record := found.of(role.kind)) is None else record.members
+        others = {(role.kind, one.engine_id) for one in members if one.request_id and not role.is_spare}
+        return bool(own) and self._scale.with_state(State.LEFT) | others >= own
 
     def _give_up(self, failed: str) -> None:
         """Go on without engines that have joined and failed, or with the trainer of before: whose place it was to take says why."""

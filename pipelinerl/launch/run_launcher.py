@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipelinerl.config import Config
+from pipelinerl.config.file import with_tensor_parallel
 from pipelinerl.launch.gpus import place_joined
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, joined_engines, prm_engine
@@ -14,7 +15,7 @@ from pipelinerl.launch.trainer_starts import gone_engines, starts_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease
-from pipelinerl.runtime.membership import Kind, StartedBy
+from pipelinerl.runtime.membership import Kind, ScaleFolder, StartedBy
 from pipelinerl.runtime.restarts import Restarts
 
 
@@ -46,5 +47,7 @@ def _joined(config: Config, run_folder: Path, kind: Kind, engine_id: int, others
     if kind is Kind.PRM:
         role = prm_engine(run_folder, engine_id, started_by=StartedBy.LAUNCHER)
     else:
-        role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER)
+        size = ScaleFolder(run_folder).tensor_parallel_size(engine_id)
+        role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER, tensor_parallel_size=size)
+        config = config if size is None else with_tensor_parallel(config, size)
     return place_joined(config, role, others, usable_gpus(), gone=gone_engines(run_folder))

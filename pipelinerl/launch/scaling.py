@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.config.file import load_run, with_ranks
-from pipelinerl.config.scaling import why_fixed, why_trainer_fixed
+from pipelinerl.config.file import load_run, with_ranks, with_tensor_parallel
+from pipelinerl.config.scaling import why_fixed, why_trainer_fixed, why_width_fixed
 from pipelinerl.errors import ConfigError, PeerRefused, PeerSilent
 from pipelinerl.launch.run_folder import SCRIPT_FILE, is_finished
 from pipelinerl.runtime.membership import MAX_DRAIN_S, Members, ScaleFolder, ScaleRequest, StartedBy
@@ -31,19 +31,22 @@ class Wanted:
     """Engines of the process reward model."""
     trainer: int | None = None
     """Ranks."""
+    tensor_parallel_size: int | None = None
+    """Of engines."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={count}" for name, count in dataclasses.asdict(self).items() if count is not None)
 
 
 def wanted_of(words: Sequence[str]) -> Wanted:
-    """Return what `engines=N`, `prm=N` and `trainer=N` say. Raises `ConfigError`."""
-    found = [re.fullmatch(r"(engines|prm|trainer)=(\d{1,6})", word) for word in words]
+    """Return what `engines=N`, `prm=N`, `trainer=N` and `tensor_parallel_size=N` say. Raises `ConfigError`."""
+    found = [re.fullmatch(r"(engines|prm|trainer|tensor_parallel_size)=(\d{1,6})", word) for word in words]
     counts = {one[1]: int(one[2]) for one in found if one is not None}
     if not counts or len(counts) < len(words):
         raise ConfigError(
             f"{' '.join(words)}: expected engines=N, the number of engines that the run is to have, such as engines=4, prm=N, the engines"
-            " of its process reward model, trainer=N, the ranks of its trainer, or several of these"
+            " of its process reward model, trainer=N, the ranks of its trainer, tensor_parallel_size=N, the ranks of each engine, or"
+            " several of these"
         )
     return Wanted(**counts)
 
@@ -95,6 +98,8 @@ def check(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: Start
             f"engines={wanted.engines}: expected 1 to {config.engine.most}, the most that this run may have. A run needs one at least; more"
             f" than {config.engine.most} need engine.max_count, with which it is started or resumed"
         )
+    if wanted.tensor_parallel_size is not None:
+        _check_width(config, run_folder, wanted)
     if wanted.prm is not None:
         _check_prm(config, run_folder, wanted.prm, started_by=started_by)
     if not 0 <= drain_s <= MAX_DRAIN_S:
@@ -125,6 +130,21 @@ def _check_prm(config: Config, run_folder: Path, count: int, *, started_by: Star
             f"prm={count}: expected 1 to {config.prm.most}, the most that this run may have. The run needs one; more than {config.prm.most}"
             " need a larger prm.count, with which it is started or resumed"
         )
+
+
+def _check_width(config: Config, run_folder: Path, wanted: Wanted) -> None:
+    """Refuse ranks that engines of this run cannot have. Its orchestrator looks at the same once more, and at how policies travel."""
+    size = wanted.tensor_parallel_size or 0
+    if size < 1:
+        raise ConfigError(f"tensor_parallel_size={size}: expected 1 or more, the ranks of each engine that share every matrix")
+    if wanted.prm is not None or wanted.trainer is not None:
+        raise ConfigError(f"tensor_parallel_size={size}: ask for prm= and trainer= before or after it, in a call of their own")
+    found = ScaleFolder(run_folder).members()
+    if found is not None and found.tensor_parallel_size == size:
+        return
+    if (why := why_width_fixed(config.pipeline)) is not None:
+        raise ConfigError(f"tensor_parallel_size={size}: {why}")
+    with_tensor_parallel(config, size)
 
 
 def _check_trainer(config: Config, run_folder: Path, ranks: int) -> None:

@@ -74,7 +74,9 @@ class PlainLines:
                 return f"engine {line.get('engine_id')} is gone"
             case "scale", _:
                 refused = line.get("refused")
-                wanted = " ".join(f"{name}={line[name]}" for name in ("engines", "trainer") if line.get(name) is not None)
+                wanted = " ".join(
+                    f"{name}={line[name]}" for name in ("engines", "prm", "trainer", "tensor_parallel_size") if line.get(name) is not None
+                )
                 return f"{wanted} is asked for" + (f", and refused: {refused}" if refused else "")
             case _, rows.TrainerRanksRow() as trainer if trainer.epoch:
                 return trainer.words

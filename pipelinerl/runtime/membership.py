@@ -2,7 +2,7 @@
 
 `request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
 it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` (of the process reward model's:
-`gone-prm-<engine>.json`) when they will not serve any more.
+`gone-prm-<engine>.json`) when they will not serve any more, and in `no-room-<engine>.json` when an engine of another width waits for GPUs.
 `trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
 `elastic.json` is what the rule of elastic roles remembers (`elastic_roles`).
 """
@@ -74,8 +74,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     started_by: StartedBy
     request_id: int = 0
     """The request that brought it; 0 of those that the run began with."""
+    tensor_parallel_size: int | None = None
+    """Its ranks that share every matrix (`engine.options.tensor_parallel_size`); None of the process reward model's."""
     reason: str = ""
     """Why it leaves, has left or is lost, for a person to read."""
+
+
+class EnginesBefore(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run whose engines get another `tensor_parallel_size` had, and has again where none of the new ones comes to serve."""
+
+    num_wanted: int
+    tensor_parallel_size: int
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +97,14 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, lost ones that the run does without until they come again: no other engine takes their place."""
     count: int
     """`engine.count`, or `prm.count`, of the settings under which it was written: a run that goes on with another one begins anew."""
+    tensor_parallel_size: int | None = None
+    """That was asked for last: engines of another one leave as these come to serve. None of the process reward model's."""
+    configured: int | None = None
+    """`engine.options.tensor_parallel_size` of those settings: a run that goes on with another one begins anew, too."""
+    before: EnginesBefore | None = None
+    """None where no engine of another `tensor_parallel_size` is awaited."""
+    drain_s: float = 60.0
+    """What the request that asked for this one gives to engines which leave for it."""
     request_id: int = 0
     """The last request that was answered."""
     refused: str = ""
@@ -96,6 +113,11 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """The engines of the process reward model; None in a run without one. They are in the same file, so that nobody sees one that joins
     before the one whose device it is to have leaves.
     """
+
+    def has_of_another_width(self, member: Member) -> bool:
+        """Return whether engines of another `tensor_parallel_size` than this one's have devices that it may be waiting for."""
+        there = [one for one in self.members if one.state in (State.JOINING, State.LIVE, State.DRAINING)]
+        return any(one.tensor_parallel_size != member.tensor_parallel_size for one in there)
 
     def of(self, kind: Kind) -> Members | None:
         """Return the engines of one kind."""
@@ -113,6 +135,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Engines of the process reward model; None: as many as there are."""
     trainer: int | None = None
     """Ranks of the trainer; None: as many as it has."""
+    tensor_parallel_size: int | None = None
+    """Of engines; None: that of now."""
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] = 60.0
     """Seconds that engines which leave may take to end what they have; then it goes on in others."""
     started_by: StartedBy = StartedBy.LAUNCHER
@@ -178,6 +202,22 @@ class ScaleFolder:
                 found[int(number)] = gone.reason
         return found
 
+    def tell_no_room(self, engine_id: int, reason: str) -> None:
+        """Leave word that an engine of another width finds too few GPUs while those of before have them."""
+        self._write(f"no-room-{engine_id}.json", Gone(reason=reason))
+
+    def take_no_room(self) -> list[int]:
+        """Return the engines of which that was said since the last call."""
+        found = sorted(self._folder.glob("no-room-[0-9]*.json"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return [int(number) for path in found if (number := path.stem.removeprefix("no-room-")).isdecimal()]
+
+    def tensor_parallel_size(self, engine_id: int) -> int | None:
+        """Return that of an engine; None where no orchestrator has said one."""
+        found = self.members()
+        return next((one.tensor_parallel_size for one in found.members if one.engine_id == engine_id), None) if found is not None else None
+
     def publish_trainer(self, ranks: TrainerRanks) -> None:
         """Say how many ranks the trainer has; the orchestrator alone does."""
         self._write("trainer.json", ranks)
@@ -217,10 +257,16 @@ class ScaleFolder:
             raise ConfigError(f"{path} is not what this program writes there: {error}. Remove it") from None
 
 
-def is_own(run_folder: Path, engine_id: int, started_by: StartedBy, kind: Kind = Kind.ENGINES) -> bool:
-    """Return whether an engine is (still) to be started by whoever starts its kind; before the orchestrator has spoken it is."""
+def is_own(
+    run_folder: Path, engine_id: int, started_by: StartedBy, kind: Kind = Kind.ENGINES, *, tensor_parallel_size: int | None = None
+) -> bool:
+    """Return whether an engine is (still) to be started by whoever starts its kind, with this `tensor_parallel_size` (None: any); before
+    the orchestrator has spoken it is."""
     found = ScaleFolder(run_folder).members()
     members = None if found is None else found.of(kind)
     known = {member.engine_id: member for member in members.members} if members is not None else {}
     member = known.get(engine_id)
-    return member is None or (member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING))
+    if member is None:
+        return True
+    is_other = None not in (tensor_parallel_size, member.tensor_parallel_size) and tensor_parallel_size != member.tensor_parallel_size
+    return member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING) and not is_other
