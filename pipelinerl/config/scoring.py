@@ -45,6 +45,11 @@ class RewardSection(Section):
         """The function's `path:name`, or the model's folder."""
         return str(self.model) if self.function is None else self.function
 
+    @property
+    def most(self) -> int:
+        """Processes of a model that a live run may come to have."""
+        return max(8, 2 * (self.concurrency or 1))
+
 
 class EnvironmentSection(Section):
     function: str | None = Field(

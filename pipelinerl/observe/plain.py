@@ -74,7 +74,8 @@ class PlainLines:
                 return f"engine {line.get('engine_id')} is gone"
             case "scale", _:
                 refused = line.get("refused")
-                wanted = " ".join(f"{name}={line[name]}" for name in ("engines", "trainer") if line.get(name) is not None)
+                counts = {name: line.get(name) for name in ("engines", "prm", "trainer")} | rows.numbers(line.get("rewards"))
+                wanted = " ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
                 return f"{wanted} is asked for" + (f", and refused: {refused}" if refused else "")
             case _, rows.TrainerRanksRow() as trainer if trainer.epoch:
                 return trainer.words

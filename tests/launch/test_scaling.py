@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config.file import load, parse, write_run
@@ -149,7 +150,7 @@ def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> Non
     ("sections", "words", "started_by", "said"),
     [
         ({}, "prm=2", StartedBy.LAUNCHER, "prm=2: .* has no process reward model"),
-        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "prm=2: the run's own launcher starts the engines"),
+        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "^prm=2: models that score have their processes on the machine"),
         ({"prm": {"path": "p"}}, "prm=0", StartedBy.LAUNCHER, "prm=0: expected 1 to 8, the most"),
         ({"prm": {"path": "p", "count": 6}}, "prm=13", StartedBy.LAUNCHER, "prm=13: expected 1 to 12, the most"),
         ({"prm": {"path": "p"}}, "prm=8", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
@@ -166,11 +167,46 @@ def test_what_a_process_reward_model_cannot_have_is_refused_by_name(
         scaling.check(tmp_path, wanted, drain_s=1.0, started_by=started_by)
 
 
+MODELS = [{"function": "r:f"}, {"model": "models/orm"}, {"model": "models/other", "concurrency": 6}]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words", "started_by", "said"),
+    [
+        (MODELS[:1], "reward=2", StartedBy.LAUNCHER, r"^reward=2: .* has no reward model: no \[\[reward\]\] section has a model"),
+        (MODELS, "reward=2", StartedBy.LAUNCHER, r"has several reward models: reward.1 \(models/orm\), reward.2 .*Say which: reward.1=2"),
+        (MODELS, "reward.0=2", StartedBy.LAUNCHER, r"^reward.0=2: reward.0 of .* is the function r:f. Its reward models are reward.1"),
+        (MODELS, "reward.3=2", StartedBy.LAUNCHER, r"^reward.3=2: reward.3 of .* is no section of \[\[reward\]\]\. Its reward models are"),
+        (MODELS, "reward.1=0", StartedBy.LAUNCHER, "^reward.1=0: expected 1 to 8, the most"),
+        (MODELS, "reward.2=13", StartedBy.LAUNCHER, "^reward.2=13: expected 1 to 12, .* need a larger reward.2.concurrency"),
+        (MODELS[:2], "reward=2 reward.1=2", StartedBy.LAUNCHER, "^reward.1=2: reward.1 is asked for twice"),
+        (
+            MODELS,
+            "reward.1=2",
+            StartedBy.JOB,
+            "^reward.1=2: models that score have their processes on the machine of the run's own launcher",
+        ),
+        (MODELS, "reward.1=2 reward.2=1", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+        (MODELS[:2], "reward=2", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+    ],
+)
+def test_what_a_reward_model_cannot_have_is_refused_by_name(
+    tmp_path: Path, rewards: list[dict[str, Any]], words: str, started_by: StartedBy, said: str
+) -> None:
+    write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": rewards}, origin="test"))
+    wanted = scaling.wanted_of(["engines=1", *words.split()])
+    assert str(wanted) == f"engines=1 {words}"
+    with pytest.raises(ConfigError, match=said):
+        scaling.check(tmp_path, wanted, drain_s=1.0, started_by=started_by)
+
+
 def test_the_engines_of_a_run_that_has_ended_are_told_as_what_was_said_last(tmp_path: Path) -> None:
     write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}, origin="test"))
     members = (Member(engine_id=0, state=State.LIVE, started_by=StartedBy.RUN),)
-    ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=1, count=1))
+    record = Members(members=members, num_wanted=1, count=1)
+    ScaleFolder(tmp_path).publish(msgspec.structs.replace(record, rewards={"reward.1": msgspec.structs.replace(record, num_wanted=2)}))
     shown = scale(tmp_path)
+    assert "2 reward.1 processes asked for" in shown.stdout
     assert "1 engine asked for" in shown.stdout
     assert "no orchestrator of this run listens" in shown.stdout
 
