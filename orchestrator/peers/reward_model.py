@@ -90,7 +90,7 @@ class RewardModel:
         self._busy_s = said.busy_s
         for member in self.membership.record().members:
             one = said.processes.get(member.engine_id)
-            self._take(member.engine_id, one if one is not None and one.request_id == member.request_id else None)
+            self._take(member.engine_id, one if one is not None and one.brought_by == str(member.request_id) else None)
         self._credits.set()
 
     def _take(self, number: int, said: RewardProcess | None) -> None:

@@ -158,7 +158,8 @@ class Membership:
         if self._why_fixed is not None:
             return self._why_fixed
         if wanted is not None and not 1 <= wanted <= self._most:
-            key = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}.get(self.kind, f"{self.kind}.concurrency")
+            keys: dict[str, str] = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}
+            key = keys.get(self.kind, f"{self.kind}.concurrency")
             more = f"More need a run that was started, or resumed, with a larger {key}"
             return f"{self.kind}={wanted}: expected 1 to {self._most} ({key}). {more}"
         return None

@@ -73,8 +73,8 @@ class FunctionFailed(Message, frozen=True):
 class RewardProcess(Message, frozen=True):
     """A process of a reward model, as its scorer has it."""
 
-    request_id: int
-    """The request that brought it; 0 of those that the run began with."""
+    brought_by: Id
+    """Number of the request that brought it, in digits: it may be larger than any gauge; 0 of those that the run began with."""
     is_loaded: bool
     """It has loaded the model."""
     is_closed: bool = False

@@ -50,7 +50,7 @@ class Scorer:
     ) -> None:
         """Processes of the numbers `cannot_load` end while they load."""
         self._given, self._speed, self._cannot_load = given, speed, cannot_load
-        self.queue = Queue(num_slots=RewardSection(concurrency=count).most, deadline_s=60.0, batch=MAX_BATCH)
+        self.queue = Queue(num_slots=RewardSection.model_validate({"concurrency": count}).most, deadline_s=60.0, batch=MAX_BATCH)
         self.given_up: dict[int, str] = {}
         self.gpus: dict[int, str] = {}
         """Of each process that was ever started."""

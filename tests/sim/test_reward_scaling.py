@@ -27,10 +27,13 @@ from tests.sim.test_scaling import Machine
 SLOW = peers.World(step_s=0.1)
 """Engines so slow that much can happen to a run of a few steps."""
 MODEL = "reward.0"
+FIRST = 10**18
+"""Numbers of requests are nanoseconds, far above every gauge."""
 
 
 def with_model(settings: Config, *, concurrency: int = 1) -> Config:
-    return settings.model_copy(update={"reward": (RewardSection(model=Path(NAME), format="text", concurrency=concurrency),)})
+    model = RewardSection.model_validate({"model": NAME, "format": "text", "concurrency": concurrency})
+    return settings.model_copy(update={"reward": (model,)})
 
 
 def settings(*, steps: int = 8, concurrency: int = 1, **sections: dict[str, Any]) -> Config:
@@ -43,6 +46,7 @@ class Launcher(Machine):
 
     def __init__(self, beside: Beside, journal: Journal, *, speed: Speed | None = None, cannot_load: Collection[int] = ()) -> None:
         super().__init__(beside)
+        self._requests = FIRST
         self._journal, self._cannot_load, self._speed = journal, cannot_load, speed or Speed()
         self.scorers: list[Scorer] = []
         self.dealt: list[DealtGpu] = []
@@ -65,9 +69,9 @@ class Launcher(Machine):
     async def look(self) -> None:
         """Start whom the orchestrator has join."""
         found = self._beside.folder.members()
-        if found is None or found.request_id < self._requests or self._beside.folder.with_state(State.DRAINING):
+        if found is None or not self._is_answered() or self._beside.folder.with_state(State.DRAINING):
             return
-        await self.answered()
+        self.start_joined(found)
         for one in found.rewards[MODEL].members:
             new = DealtGpu(kind=MODEL, number=one.engine_id, request_id=one.request_id, gpu=f"GPU-{len(self.dealt)}")
             is_known = any((one.number, one.request_id) == (new.number, new.request_id) for one in self.dealt)
@@ -91,7 +95,7 @@ class Launcher(Machine):
 
     def _is_answered(self) -> bool:
         found = self._beside.folder.members()
-        return found is not None and found.request_id >= self._requests
+        return found is not None and (self._requests == FIRST or found.request_id >= self._requests)
 
     def processes(self) -> tuple[Member, ...]:
         found = self._beside.folder.members()
@@ -204,7 +208,7 @@ def test_a_process_without_a_gpu_is_lost_by_name(tmp_path: Path) -> None:
     async def beside(given: Beside) -> None:
         async with begun(given, tmp_path) as launcher:
             launcher.order(reward=2)
-            launcher.dealt.append(DealtGpu(kind=MODEL, number=1, request_id=1))  # nobody deals it another
+            launcher.dealt.append(DealtGpu(kind=MODEL, number=1, request_id=FIRST + 1))  # nobody deals it another
             await launcher.until_process(1, State.JOINING)
             given.folder.tell_gone([1], "every GPU of this machine is taken", MODEL)
             await launcher.until_process(1, State.LOST)
@@ -352,8 +356,8 @@ def test_the_trainer_changes_once_processes_have_left_and_they_come_back_where_i
 def test_what_cannot_be_is_refused_by_name_and_changes_nothing(tmp_path: Path, order: dict[str, Any]) -> None:
     async def beside(given: Beside) -> None:
         async with begun(given, tmp_path) as launcher:
-            given.folder.ask(ScaleRequest(request_id=1, engines=1, **order))
-            launcher._requests = 1
+            given.folder.ask(ScaleRequest(request_id=FIRST + 1, engines=1, **order))
+            launcher._requests += 1
             assert await launcher.settled() == {"engines": 2, "reward": 1}
             await until_finished(given)
 

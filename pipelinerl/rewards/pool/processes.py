@@ -68,7 +68,7 @@ class ModelProcesses:
         """Return what there is of the model."""
         there = {number: self._of(number) for number in self._slots.slots}
         lost = {
-            number: RewardProcess(request_id=self._request_ids[number], is_loaded=False, failed=reason)
+            number: RewardProcess(brought_by=str(self._request_ids[number]), is_loaded=False, failed=reason)
             for number, reason in self._slots.given_up.items()
         }
         return RewardModelLoad(processes=there | lost, busy_s=busy_s)
@@ -79,7 +79,7 @@ class ModelProcesses:
 
     def _of(self, number: int) -> RewardProcess:
         return RewardProcess(
-            request_id=self._request_ids[number],
+            brought_by=str(self._request_ids[number]),
             is_loaded=self._slots.is_loaded(number),
             is_closed=number in self._closed,
             num_held=self._queue.num_held(number),
