@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from orchestrator.rules.membership import Membership
@@ -49,6 +51,7 @@ class RewardModel:
         self._processes: dict[int, ModelProcess] = {}
         self._busy_s = self._gone_s = 0.0
         """Of the scorer that is there; of those before it."""
+        self._heard_s: float | None = None
 
     def __iter__(self) -> Iterator[ModelProcess]:
         return iter(self._processes.values())
@@ -64,6 +67,10 @@ class RewardModel:
     def busy_s(self) -> float:
         """Return the seconds in which processes have scored, summed over them, those of scorers that are gone included."""
         return self._gone_s + self._busy_s
+
+    def silence_s(self, now_s: float) -> float:
+        """Return for how long its scorer has said nothing of it; infinite before its first word."""
+        return math.inf if self._heard_s is None else now_s - self._heard_s
 
     def leave(self, engine_id: int, reason: str) -> None:
         """Note that a process is to leave; with an empty reason, that it stays. Its scorer reads that in the run's folder."""
@@ -85,6 +92,7 @@ class RewardModel:
         said = load.models.get(self.membership.kind)
         if said is None:
             return
+        self._heard_s = asyncio.get_running_loop().time()
         if said.busy_s < self._busy_s:  # another scorer counts anew
             self._gone_s += self._busy_s
         self._busy_s = said.busy_s

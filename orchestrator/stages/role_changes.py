@@ -116,9 +116,8 @@ class RoleChanges:
     def _seen(self) -> Seen:
         record, membership = self.change.record, self.engines.membership
         is_settled = record.phase is Phase.SETTLED
-        scoring = (*([] if self.scoring is None else [self.scoring]), *self.others)
         missing, has_trainer = membership.missing(), self.training.session.is_whole
-        has_scorers = not any(model.membership.missing() for model in scoring)
+        has_scorers = not any(model.membership.missing() for model in self._models)
         return Seen(
             wanted=Orders(membership.num_wanted, record.wanted, *self._wanted_scorers),
             num_given_up=membership.num_given_up,
@@ -131,6 +130,11 @@ class RoleChanges:
             reason=membership.record().refused or record.reason,
             given_up=self._given_up,
         )
+
+    @property
+    def _models(self) -> tuple[Prm | RewardModel, ...]:
+        """All models that score."""
+        return (*([] if self.scoring is None else [self.scoring]), *self.others)
 
     @property
     def _wanted_scorers(self) -> tuple[int, str]:
@@ -151,10 +155,11 @@ class RoleChanges:
             membership.give_up_absent(f"it has not come within {self.missing_s:g} s")
 
     def _silence_s(self, now_s: float) -> float:
-        """Return for how long the most silent of engines and trainer was not heard of."""
+        """Return for how long the most silent of engines, trainer and the scorer of reward models was not heard of."""
         session = self.training.session
         trainer_s = [session.trainer.silence_s(f"trainer-{replica}") for replica in session.replicas]
-        return max(*trainer_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s), 0.0)
+        models_s = [model.silence_s(now_s) for model in self._models if isinstance(model, RewardModel)]
+        return max(*trainer_s, *models_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s), 0.0)
 
     def _note_start(self, seen: Seen) -> None:
         """Note how long everybody took to load, once they are there: who follows an orchestrator may find them at work."""

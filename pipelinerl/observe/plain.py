@@ -81,7 +81,7 @@ class PlainLines:
                 return trainer.words
             case _, rows.RolesRow() as roles if roles.is_news:
                 return roles.words
-            case _, rows.MemberRow() as member if member.state != "live":  # of those that are, `joined` tells
+            case _, rows.MemberRow() as member if (member.of, member.state) != ("engines", "live"):  # of these, `joined` tells
                 return f"{member.name} is {member.state}".replace("is left", "has left") + f": {member.reason}".rstrip(": ")
             case "trainer", _:
                 return "the trainer is ready"
