@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ def num_scored(folder: Path) -> int:
     return max((line["queues"]["scored"]["num_items_total"] for line in lines(folder, "status")), default=0)
 
 
-def num_live(folder: Path) -> int:
-    """How often the process that joined has come."""
-    return sum((line["of"], line["engine_id"], line["state"]) == ("reward.1", 1, "live") for line in lines(folder, "member"))
+def are_loaded(folder: Path, *, since_s: float) -> bool:
+    """Two processes of the model have loaded it, as a scorer has said since."""
+    found = [line["models"]["reward.1"]["processes"] for line in lines(folder, "load") if line.get("models") and line["t"] > since_s]
+    return any(len(one) == 2 and all(process["is_loaded"] for process in one.values()) for one in found)
 
 
 def goes_on(folder: Path) -> None:
@@ -82,7 +84,8 @@ def test_a_live_run_hands_an_engines_device_to_a_reward_model_and_back_also_when
     goes_on(live)
     (scorer,) = victims.find("scorer", live)
     os.kill(scorer, signal.SIGKILL)
-    processes.wait_until(lambda: num_live(live) == 2, what="the process that joined is not started again", within_s=LOADS_S)
+    killed_s = time.time()
+    processes.wait_until(lambda: are_loaded(live, since_s=killed_s), what="its processes are not started again", within_s=LOADS_S)
     wait_for(live, "engines 0 live, engines 1 left, reward.1 0 live, reward.1 1 live")
     os.kill(victims.find("orchestrator", live)[0], signal.SIGKILL)
     goes_on(live)
