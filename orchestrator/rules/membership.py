@@ -7,7 +7,8 @@ job started, are spares: the run goes on without one that is lost, and takes it 
 
 Engines of another width (`tensor_parallel_size`) take the place of all that there are, as `rules.engine_widths` says.
 
-The same holds of the process reward model's engines, apart from the others: a run that has one keeps one at least.
+The same holds of the process reward model's engines, apart from the others, and of the processes of each reward model: a run that has one
+keeps one at least.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import why_fixed
-from pipelinerl.runtime.membership import FIRST_PRM, EnginesBefore, Kind, Member, Members, ScaleRequest, StartedBy, State
+from pipelinerl.runtime.membership import FIRST_PRM, EnginesBefore, Kind, Member, Members, ScaleRequest, StartedBy, State, reward_kind
 
 PRESENT = (State.JOINING, State.LIVE)
 """The states of engines that count towards the number that was asked for."""
@@ -52,6 +53,21 @@ def prm_membership_of(config: Config, *, earlier: Members | None, takes_all: boo
     return found
 
 
+def reward_memberships_of(config: Config, *, earlier: Members | None, takes_all: bool = False) -> tuple[Membership, ...]:
+    """Return the processes of each of a run's reward models; see `membership_of`."""
+    why = why_fixed(config.pipeline, config.weights, config.tinker)
+    found = {
+        kind: Membership(kind=kind, count=reward.concurrency or 1, most=reward.most, why_fixed=why, takes_all=takes_all)
+        for index, reward in enumerate(config.reward)
+        if reward.model is not None
+        for kind in [reward_kind(index)]
+    }
+    for kind, membership in found.items():
+        if (record := earlier and earlier.of(kind)) is not None:
+            membership.restore(record)
+    return tuple(found.values())
+
+
 class Membership:
     """The engines of one run, of one kind, by id. Every change is news until it is taken."""
 
@@ -59,7 +75,7 @@ class Membership:
         self,
         *,
         count: int,
-        kind: Kind = Kind.ENGINES,
+        kind: str = Kind.ENGINES,
         first: int = 0,
         num_here: int | None = None,
         most: int | None = None,
@@ -191,7 +207,8 @@ class Membership:
         if self._why_fixed is not None:
             return self._why_fixed
         if wanted is not None and not 1 <= wanted <= self._most:
-            key = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}[self.kind]
+            keys: dict[str, str] = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}
+            key = keys.get(self.kind, f"{self.kind}.concurrency")
             more = f"More need a run that was started, or resumed, with a larger {key}"
             return f"{self.kind}={wanted}: expected 1 to {self._most} ({key}). {more}"
         if size is None or size == self.tensor_parallel_size:

@@ -1,5 +1,5 @@
-"""Beside the stages of every run: engines join and leave while it goes on, those of the process reward model too, and the trainer gets
-other ranks (`pipelinerl scale`).
+"""Beside the stages of every run: engines join and leave while it goes on, those of the process reward model too, and processes of
+reward models, and the trainer gets other ranks (`pipelinerl scale`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import msgspec
 from orchestrator.peers.adaptive_concurrency import RunningLimit
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.peers.prm import Prm, PrmEngine
+from orchestrator.peers.reward_model import ModelProcess, RewardModel
 from orchestrator.rules.engine_widths import EngineWidths
 from orchestrator.rules.membership import Membership
 from orchestrator.stages.role_changes import RoleChanges
 from orchestrator.stages.trainer_restart import TrainerRestart
 from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.membership import Kind, ScaleFolder, ScaleRequest, State
+from pipelinerl.runtime.membership import Kind, ScaleFolder, ScaleRequest, State, is_reward
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.trainer_ranks import Phase
 
+Part = Engines | Prm | RewardModel
+"""What has members that join and leave."""
 MOVE_S = 30.0
 """Seconds in which an engine that leaves has to end its sequences so that they move: a pass and a swap, no more. What takes longer begins
 anew.
@@ -37,7 +40,8 @@ class Scaling:
     """Carries out what `rules.membership` and `rules.engine_widths` decide. An engine that is to leave gets no new work and ends what it
     has; what it has not ended after the time that was given to it goes on in others, with its tokens where it can move
     (`EngineAttempts.may_move`), else from its prompt. Whichever way, it is then told to end, and no rollout of it is lost. An engine of the
-    process reward model gets no new traces; what it has not ended in time begins anew in others.
+    process reward model gets no new traces; what it has not ended in time begins anew in others. A process of a reward model is ended by
+    its scorer, which asks others for what it had.
 
     takes     ScaleRequest and the word of those who start engines that some are gone, as files; orders of elastic roles, where they are on
     gives     Members and TrainerRanks, as files, which those who start processes read; Stop, to engines that leave
@@ -54,6 +58,7 @@ class Scaling:
     engines: Engines
     prm: Prm | None
     """None in a run without a process reward model."""
+    rewards: tuple[RewardModel, ...] = ()
     limit: RunningLimit
     credits: Signal
     """Set with every answer of an engine."""
@@ -146,24 +151,27 @@ class Scaling:
         if roles is None or (orders := roles.look()) is None:
             return
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
-        asked = {"engines": orders.engines, "prm": orders.prm or None, "trainer": orders.trainer}
+        prm = orders.scorers if orders.scored_by == Kind.PRM else None
+        rewards = {orders.scored_by: orders.scorers} if is_reward(orders.scored_by) else {}
+        asked = {"engines": orders.engines, "prm": prm, "rewards": rewards, "trainer": orders.trainer}
         request = ScaleRequest(request_id=number, drain_s=roles.drain_s, **asked)
         self._scale(request, tasks, keeps_places=True)  # where it is refused, the next look sees that nothing of it was carried out
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, keeps_places: bool = False) -> None:
         """Have engines join or leave, and the trainer change, or refuse all of the request. See `Membership.scale` of `keeps_places`."""
-        change, numbers = self.trainer.change, {kind: number for kind in Kind if (number := asked.number_of(kind)) is not None}
-        before = {str(part.membership.kind): part.membership.num_wanted for part in self._parts if part.membership.kind in numbers}
+        change, parts = self.trainer.change, {part.membership.kind: part for part in self._parts}
+        numbers = {kind: number for kind in parts if (number := asked.number_of(kind)) is not None}
+        before = {kind: parts[kind].membership.num_wanted for kind in numbers}
         ranks = asked.trainer if asked.trainer != change.record.wanted else None
-        why_not = self._why_not_prm(asked) or (None if ranks is None else change.why_not(ranks)) or self._why_not_together(asked)
-        leaving: dict[Engines | Prm, list[int]] = {self.engines: self.membership.scale(asked, refused=why_not, keeps_places=keeps_places)}
+        why_not = self._why_not_scorers(asked) or (None if ranks is None else change.why_not(ranks)) or self._why_not_together(asked)
+        leaving: dict[Part, list[int]] = {self.engines: self.membership.scale(asked, refused=why_not, keeps_places=keeps_places)}
         record = self.membership.record()
-        if self.prm is not None and not record.refused:
-            leaving[self.prm] = self.prm.membership.scale(asked)
+        leaving |= {part: part.membership.scale(asked) for part in self._parts[1:] if not record.refused}
         self.journal.write(
             "scale",
             engines=asked.engines,
             prm=asked.prm,
+            rewards=asked.rewards,
             trainer=asked.trainer,
             tensor_parallel_size=asked.tensor_parallel_size,
             drain_s=asked.drain_s,
@@ -179,7 +187,7 @@ class Scaling:
             self._have_leave(part, engine_ids, asked, tasks)
         self._publish()
 
-    def _have_leave(self, part: Engines | Prm, engine_ids: list[int], asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
+    def _have_leave(self, part: Part, engine_ids: list[int], asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
         """Have engines of one kind leave, and those that are to stay after all go on."""
         membership = part.membership
         for engine in list(part):
@@ -191,7 +199,7 @@ class Scaling:
             if member.state is State.LEFT and part.find(member.engine_id) is not None:
                 part.dismiss(member.engine_id, member.reason)
 
-    def _drain_all(self, part: Engines | Prm, engine_ids: list[int], reason: str, drain_s: float, tasks: asyncio.TaskGroup) -> None:
+    def _drain_all(self, part: Part, engine_ids: list[int], reason: str, drain_s: float, tasks: asyncio.TaskGroup) -> None:
         for engine_id in engine_ids:
             if (engine := part.find(engine_id)) is not None:
                 part.leave(engine_id, reason)
@@ -234,39 +242,43 @@ class Scaling:
         if not (back := self.trainer.change.engines_back):
             return
         newest = self.membership.record().request_id
-        self._scale(ScaleRequest(request_id=newest + 1, engines=back.get(Kind.ENGINES), prm=back.get(Kind.PRM)), tasks, keeps_places=True)
-        self.trainer.keep_engines(list(Kind))
+        rewards = {kind: number for kind, number in back.items() if is_reward(kind)}
+        request = ScaleRequest(request_id=newest + 1, engines=back.get(Kind.ENGINES), prm=back.get(Kind.PRM), rewards=rewards)
+        self._scale(request, tasks, keeps_places=True)
+        self.trainer.keep_engines(list(back))
         self._tell()
 
-    def _why_not_prm(self, asked: ScaleRequest) -> str | None:
-        """Say why the process reward model cannot have the engines that are asked for; None where it can."""
-        if asked.prm is None:
-            return None
-        if self.prm is None:
+    def _why_not_scorers(self, asked: ScaleRequest) -> str | None:
+        """Say why models that score cannot have what is asked for; None where they can."""
+        if asked.prm is not None and self.prm is None:
             return f"prm={asked.prm}: this run has no process reward model"
-        return self.prm.membership.why_not(asked.prm)
+        if unknown := asked.rewards.keys() - {part.membership.kind for part in self.rewards}:
+            return f"{min(unknown)}={asked.rewards[min(unknown)]}: this run has no such reward model"
+        found = ((part.membership, asked.number_of(part.membership.kind)) for part in self._parts[1:])
+        return next((why for one, number in found if number is not None and (why := one.why_not(number)) is not None), None)
 
     def _why_not_together(self, asked: ScaleRequest) -> str | None:
         """Say why engines of another width cannot come while something else changes, nor the other way round: either may need what the
         other is to leave. None where nothing is in the way."""
         change, membership = self.trainer.change, self.membership
-        has_others = asked.prm is not None or asked.trainer not in (None, change.record.wanted)
+        has_others = asked.prm is not None or bool(asked.rewards) or asked.trainer not in (None, change.record.wanted)
         if asked.tensor_parallel_size not in (None, membership.tensor_parallel_size):
             if has_others:
-                return f"tensor_parallel_size={asked.tensor_parallel_size}: ask for prm= and trainer= before or after it"
+                return f"tensor_parallel_size={asked.tensor_parallel_size}: ask for prm=, reward= and trainer= before or after it"
             if change.record.phase is not Phase.SETTLED:
                 return f"tensor_parallel_size={asked.tensor_parallel_size}: the trainer changes its ranks; ask again once it has"
         elif has_others and self._widths.is_changing:
-            return f"engines get tensor_parallel_size={membership.tensor_parallel_size}; ask for prm= and trainer= again once they have"
+            size = membership.tensor_parallel_size
+            return f"engines get tensor_parallel_size={size}; ask for prm=, reward= and trainer= again once they have"
         return None
 
-    async def _drain(self, part: Engines | Prm, engine: Engine | PrmEngine, *, drain_s: float) -> None:
+    async def _drain(self, part: Part, engine: Engine | PrmEngine | ModelProcess, *, drain_s: float) -> None:
         def is_leaving() -> bool:
             return part.serves(engine) and part.membership.state(engine.engine_id) is State.DRAINING
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                while engine.num_outstanding and is_leaving():
+                while engine.is_busy and is_leaving():
                     await self.credits.wait()
         held = engine.num_outstanding
         if isinstance(engine, Engine) and is_leaving():
@@ -295,8 +307,8 @@ class Scaling:
         return self.engines.serves(engine) and self.membership.state(engine.engine_id) is State.DRAINING
 
     @property
-    def _parts(self) -> tuple[Engines | Prm, ...]:
-        return (self.engines,) if self.prm is None else (self.engines, self.prm)
+    def _parts(self) -> tuple[Part, ...]:
+        return (self.engines, *([] if self.prm is None else [self.prm]), *self.rewards)
 
     def _tell(self) -> None:
         """Say in the journal and in the folder what has changed."""
@@ -320,4 +332,5 @@ class Scaling:
 
     def _publish(self) -> None:
         prm = None if self.prm is None else self.prm.membership.record()
-        self.folder.publish(msgspec.structs.replace(self.membership.record(), prm=prm))
+        rewards = {part.membership.kind: part.membership.record() for part in self.rewards}
+        self.folder.publish(msgspec.structs.replace(self.membership.record(), prm=prm, rewards=rewards))

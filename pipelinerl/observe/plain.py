@@ -74,15 +74,15 @@ class PlainLines:
                 return f"engine {line.get('engine_id')} is gone"
             case "scale", _:
                 refused = line.get("refused")
-                wanted = " ".join(
-                    f"{name}={line[name]}" for name in ("engines", "prm", "trainer", "tensor_parallel_size") if line.get(name) is not None
-                )
+                names = ("engines", "prm", "trainer", "tensor_parallel_size")
+                counts = {name: line.get(name) for name in names} | rows.numbers(line.get("rewards"))
+                wanted = " ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
                 return f"{wanted} is asked for" + (f", and refused: {refused}" if refused else "")
             case _, rows.TrainerRanksRow() as trainer if trainer.epoch:
                 return trainer.words
             case _, rows.RolesRow() as roles if roles.is_news:
                 return roles.words
-            case _, rows.MemberRow() as member if member.state != "live":  # of those that are, `joined` tells
+            case _, rows.MemberRow() as member if (member.of, member.state) != ("engines", "live"):  # of these, `joined` tells
                 return f"{member.name} is {member.state}".replace("is left", "has left") + f": {member.reason}".rstrip(": ")
             case "trainer", _:
                 return "the trainer is ready"

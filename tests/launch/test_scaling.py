@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config.file import load, parse, write_run
@@ -158,7 +159,7 @@ def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> Non
     ("sections", "words", "started_by", "said"),
     [
         ({}, "prm=2", StartedBy.LAUNCHER, "prm=2: .* has no process reward model"),
-        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "prm=2: the run's own launcher starts the engines"),
+        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "^prm=2: models that score have their processes on the machine"),
         ({"prm": {"path": "p"}}, "prm=0", StartedBy.LAUNCHER, "prm=0: expected 1 to 8, the most"),
         ({"prm": {"path": "p", "count": 6}}, "prm=13", StartedBy.LAUNCHER, "prm=13: expected 1 to 12, the most"),
         ({"prm": {"path": "p"}}, "prm=8", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
@@ -179,7 +180,7 @@ def test_what_a_process_reward_model_cannot_have_is_refused_by_name(
     ("sections", "words", "said"),
     [
         ({}, ["tensor_parallel_size=0"], "tensor_parallel_size=0: expected 1 or more"),
-        ({}, ["tensor_parallel_size=2", "trainer=2"], "ask for prm= and trainer= before or after it"),
+        ({}, ["tensor_parallel_size=2", "trainer=2"], "ask for prm=, reward= and trainer= before or after it"),
         ({"pipeline": {"elastic": True}, "engine": {"count": 2}}, ["tensor_parallel_size=2"], "pipeline.elastic is true, whose units"),
         (
             {"weights": {"transport": "nccl"}},
@@ -237,8 +238,8 @@ def test_an_engine_of_another_width_takes_the_place_of_a_live_runs_and_back_also
 def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_where_there_are_none(tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def joined(kind: Kind, engine_id: int, others: Iterable[Role]) -> Role:
-        asked.append(engine_id)
+    def joined(kind: str, member: Member, others: Iterable[Role]) -> Role:
+        asked.append(member.engine_id)
         raise ConfigError("no GPU")
 
     folder, launcher = ScaleFolder(tmp_path), Launcher(roles_of(config(engine={"count": 1}), tmp_path), tmp_path, joined=joined)
@@ -280,16 +281,18 @@ def test_an_engine_that_joins_is_told_its_width_and_dealt_as_many_gpus_as_it_has
     monkeypatch.setattr("pipelinerl.launch.run_launcher.usable_gpus", lambda: gpus)
     roles, _ = place(settings, roles_of(settings, tmp_path), gpus)
 
+    wide = Member(engine_id=2, state=State.JOINING, started_by=StartedBy.LAUNCHER, tensor_parallel_size=2)
+
     def publish(first: State) -> None:
         two = tuple(Member(engine_id=number, state=first, started_by=StartedBy.RUN, tensor_parallel_size=1) for number in range(2))
-        wide = Member(engine_id=2, state=State.JOINING, started_by=StartedBy.LAUNCHER, tensor_parallel_size=2)
         ScaleFolder(tmp_path).publish(Members(members=(*two, wide), num_wanted=1, count=2))
 
     publish(State.LIVE)
     with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
-        _joined(settings, tmp_path, Kind.ENGINES, 2, roles)
+        _joined(settings, tmp_path, Kind.ENGINES, wide, roles)
     publish(State.LEFT)
-    role = _joined(settings, tmp_path, Kind.ENGINES, 2, roles)
+    role = _joined(settings, tmp_path, Kind.ENGINES, wide, roles)
+    assert role is not None
     assert role.command[-4:] == ("--tensor-parallel-size", "2", "--gpus", "GPU-0,GPU-1")
     write_run(tmp_path, settings)
     assert not is_own(tmp_path, 2, StartedBy.LAUNCHER, tensor_parallel_size=1), "a process of another width is none of the run's"
@@ -309,11 +312,46 @@ def test_engines_of_a_job_have_the_width_that_was_asked_for_and_one_command_star
         joining_engines(tmp_path, "0/1", "2,3")
 
 
+MODELS = [{"function": "r:f"}, {"model": "models/orm"}, {"model": "models/other", "concurrency": 6}]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words", "started_by", "said"),
+    [
+        (MODELS[:1], "reward=2", StartedBy.LAUNCHER, r"^reward=2: .* has no reward model: no \[\[reward\]\] section has a model"),
+        (MODELS, "reward=2", StartedBy.LAUNCHER, r"has several reward models: reward.1 \(models/orm\), reward.2 .*Say which: reward.1=2"),
+        (MODELS, "reward.0=2", StartedBy.LAUNCHER, r"^reward.0=2: reward.0 of .* is the function r:f. Its reward models are reward.1"),
+        (MODELS, "reward.3=2", StartedBy.LAUNCHER, r"^reward.3=2: reward.3 of .* is no section of \[\[reward\]\]\. Its reward models are"),
+        (MODELS, "reward.1=0", StartedBy.LAUNCHER, "^reward.1=0: expected 1 to 8, the most"),
+        (MODELS, "reward.2=13", StartedBy.LAUNCHER, "^reward.2=13: expected 1 to 12, .* need a larger reward.2.concurrency"),
+        (MODELS[:2], "reward=2 reward.1=2", StartedBy.LAUNCHER, "^reward.1=2: reward.1 is asked for twice"),
+        (
+            MODELS,
+            "reward.1=2",
+            StartedBy.JOB,
+            "^reward.1=2: models that score have their processes on the machine of the run's own launcher",
+        ),
+        (MODELS, "reward.1=2 reward.2=1", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+        (MODELS[:2], "reward=2", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+    ],
+)
+def test_what_a_reward_model_cannot_have_is_refused_by_name(
+    tmp_path: Path, rewards: list[dict[str, Any]], words: str, started_by: StartedBy, said: str
+) -> None:
+    write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": rewards}, origin="test"))
+    wanted = scaling.wanted_of(["engines=1", *words.split()])
+    assert str(wanted) == f"engines=1 {words}"
+    with pytest.raises(ConfigError, match=said):
+        scaling.check(tmp_path, wanted, drain_s=1.0, started_by=started_by)
+
+
 def test_the_engines_of_a_run_that_has_ended_are_told_as_what_was_said_last(tmp_path: Path) -> None:
     write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}, origin="test"))
     members = (Member(engine_id=0, state=State.LIVE, started_by=StartedBy.RUN),)
-    ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=1, count=1))
+    record = Members(members=members, num_wanted=1, count=1)
+    ScaleFolder(tmp_path).publish(msgspec.structs.replace(record, rewards={"reward.1": msgspec.structs.replace(record, num_wanted=2)}))
     shown = scale(tmp_path)
+    assert "2 reward.1 processes asked for" in shown.stdout
     assert "1 engine asked for" in shown.stdout
     assert "no orchestrator of this run listens" in shown.stdout
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.plain import LONGEST_QUIET_S, PlainLines, end_lines
+from pipelinerl.observe.renamed import current
 
 Line = dict[str, Any]
 BEGAN = 1000.0
@@ -125,6 +126,21 @@ def test_a_change_of_roles_is_told_with_the_figures_it_was_decided_on_and_a_wind
     assert log.at(3, {**line, "word": "taken"}) == ["3 s: roles are engines=2 trainer=2"]
     back = {**line, "engines_then": 3, "trainer_then": 1, "word": "taken back", "reason": "no room"}
     assert log.at(4, back) == ["4 s: roles stay engines=3 trainer=1: the change was taken back: no room"]
+
+
+def test_processes_of_a_reward_model_are_told_by_the_key_of_its_section() -> None:
+    log, line = Log(), {"kind": "member", "engine_id": 1, "of": "reward.1"}
+    asked = {"kind": "scale", "engines": 2, "prm": None, "trainer": None, "rewards": {"reward.1": 2}, "refused": ""}
+    assert log.at(1, asked) == ["1 s: engines=2 reward.1=2 is asked for"]
+    assert log.at(2, {**line, "state": "joining"}) == ["2 s: reward.1 process 1 is joining"]
+    assert log.at(3, {**line, "state": "live"}) == ["3 s: reward.1 process 1 is live"]
+    assert log.at(4, {**line, "state": "lost", "reason": "no room"}) == ["4 s: reward.1 process 1 is lost: no room"]
+    assert log.at(5, {"kind": "member", "engine_id": 1, "state": "live"}) == [], "of an engine another line tells"
+    roles = {"kind": "roles", "engines": 3, "trainer": 1, "engines_then": 2, "trainer_then": 1, "word": "taken"}
+    assert log.at(6, {**roles, "scorers_then": 2, "scored_by": "reward.1"}) == ["6 s: roles are engines=2 trainer=1 reward.1=2"]
+    assert log.at(7, current({**roles, "prm": 1, "prm_then": 2})) == ["7 s: roles are engines=2 trainer=1 prm=2"], (
+        "as earlier runs have written it"
+    )
 
 
 def test_what_an_earlier_life_said_is_no_news():
