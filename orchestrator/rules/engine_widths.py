@@ -76,6 +76,9 @@ class EngineWidths:
         """Return the request that brings the engines of before again; after it there is nothing else to go back to."""
         before, record = self.membership.before, self.membership.record()
         assert before is not None, "it has failed"
-        number = record.request_id + 1
-        wanted = {"engines": before.num_wanted, "tensor_parallel_size": before.tensor_parallel_size}
-        return ScaleRequest(request_id=number, drain_s=self.membership.drain_s, **wanted)
+        return ScaleRequest(
+            request_id=record.request_id + 1,
+            engines=before.num_wanted,
+            tensor_parallel_size=before.tensor_parallel_size,
+            drain_s=record.drain_s,
+        )

@@ -22,6 +22,8 @@ from tests.sim.run import Beside, Cast, Simulated, config, run
 from tests.sim.trainer_group import Disk, nobody
 from tests.sim.trainer_group import Launcher as TrainerLauncher
 
+pytestmark = pytest.mark.slow
+
 SLOW = peers.World(step_s=0.2, start_s=1.0)
 """Engines so slow that much can happen to a run of a few steps."""
 THERE = (State.JOINING, State.LIVE, State.DRAINING)
