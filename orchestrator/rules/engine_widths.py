@@ -78,7 +78,7 @@ class EngineWidths:
         assert before is not None, "it has failed"
         return ScaleRequest(
             request_id=record.request_id + 1,
-            drain_s=self.membership.drain_s,
             engines=before.num_wanted,
             tensor_parallel_size=before.tensor_parallel_size,
+            drain_s=record.drain_s,
         )

@@ -22,6 +22,8 @@ from tests.sim.run import Beside, Cast, Simulated, config, run
 from tests.sim.trainer_group import Disk, nobody
 from tests.sim.trainer_group import Launcher as TrainerLauncher
 
+pytestmark = pytest.mark.slow
+
 SLOW = peers.World(step_s=0.2, start_s=1.0)
 """Engines so slow that much can happen to a run of a few steps."""
 THERE = (State.JOINING, State.LIVE, State.DRAINING)
@@ -265,10 +267,11 @@ def test_neither_the_trainer_nor_the_other_model_changes_beside_a_width(tmp_path
                 await asyncio.sleep(0.1)
             return launcher.members().refused
 
-        assert await asked(trainer=2, tensor_parallel_size=2) == "tensor_parallel_size=2: ask for prm= and trainer= before or after it"
+        refused = "tensor_parallel_size=2: ask for prm=, reward= and trainer= before or after it"
+        assert await asked(trainer=2, tensor_parallel_size=2) == refused
         assert "3 beside 2, and there are 4 (engine.max_count)" in await asked(engines=3, tensor_parallel_size=2)
         assert await asked(engines=1, tensor_parallel_size=2) == ""
-        assert await asked(trainer=2) == "engines get tensor_parallel_size=2; ask for prm= and trainer= again once they have"
+        assert await asked(trainer=2) == "engines get tensor_parallel_size=2; ask for prm=, reward= and trainer= again once they have"
         await launcher.settled(1, 2)
 
     check_whole(simulated(tmp_path, story, gpus=4, where=settings(engine={"max_count": 4})))
