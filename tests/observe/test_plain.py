@@ -157,3 +157,17 @@ def test_a_change_of_the_trainers_ranks_is_told_phase_by_phase_and_why_it_was_gi
     given_up = log.at(5, {**line, "ranks": 1, "phase": "settled", "reason": "no room"})
     assert given_up == ["5 s: the trainer has 1 rank, since a change was given up: no room"]
     assert log.at(6, {**line, "epoch": 0, "ranks": 1, "phase": "settled"}) == [], "of a trainer that never changed nothing is said"
+
+
+def test_where_no_start_is_followed_waits_have_no_seconds_since_1970() -> None:
+    plain, state = PlainLines(), RunState()
+    assert plain.lines(state, now=1e9) == []
+    assert plain.lines(state, now=1e9 + 10) == ["waiting for the orchestrator to begin"]
+
+
+def test_policies_that_found_no_room_are_told_with_the_log_that_names_the_place() -> None:
+    log = Log()
+    log.at(1, RUN)
+    told = log.at(2, {"kind": "step", "step": 0, "reward_mean": 0.5, "trainer": {"policies_skipped": 1.0}})
+    assert told[0] == "2 s: a policy found no room, so engines go on with an earlier one; logs/trainer.log says where"
+    assert not any("no room" in line for line in log.at(3, {"kind": "step", "step": 1, "reward_mean": 0.5, "trainer": {}}))
