@@ -244,9 +244,11 @@ def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_wher
 
     folder, launcher = ScaleFolder(tmp_path), Launcher(roles_of(config(engine={"count": 1}), tmp_path), tmp_path, joined=joined)
 
+    requests = {StartedBy.RUN: 0, StartedBy.LAUNCHER: 1}
+
     def publish(*engines: tuple[State, StartedBy, int]) -> None:
         members = tuple(
-            Member(engine_id=number, state=state, started_by=started_by, tensor_parallel_size=size, request_id=number)
+            Member(engine_id=number, state=state, started_by=started_by, tensor_parallel_size=size, request_id=requests[started_by])
             for number, (state, started_by, size) in enumerate(engines)
         )
         folder.publish(Members(members=members, num_wanted=1, count=1))
@@ -263,8 +265,11 @@ def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_wher
     assert launcher._has_left("engines")
     publish((State.LIVE, StartedBy.RUN, 1))
     assert not launcher._has_left("engines")
-    publish((State.LEFT, StartedBy.RUN, 1), (State.LIVE, StartedBy.LAUNCHER, 1))
-    assert launcher._has_left("engines")
+    publish((State.LIVE, StartedBy.LAUNCHER, 1))
+    assert launcher._has_left("engines"), "another process has its number"
+    requests[StartedBy.LAUNCHER] = 2
+    publish((State.LIVE, StartedBy.RUN, 2), new)
+    assert (folder.take_no_room(), folder.take_gone()) == ([], {1: "no GPU"}), "nobody is to leave for it"
 
 
 def test_an_engine_that_joins_is_told_its_width_and_dealt_as_many_gpus_as_it_has_ranks(

@@ -62,7 +62,7 @@ def test_as_many_leave_before_as_have_the_gpus_that_one_needs() -> None:
     engines, change = of(4, most=8)
     engines.scale(request(1, 2, 2))
     assert change.make_room(4) == [3, 2]
-    assert change.make_room(5) == [], "two are leaving, and nobody knows yet what that frees"
+    assert change.make_room(4) == change.make_room(5) == [], "two are leaving, and nobody knows yet what that frees"
     for number in (2, 3):
         engines.left(number, "done")
     assert change.make_room(5) == [], "nobody would serve while 4 loads"
@@ -93,6 +93,7 @@ def test_where_none_of_them_comes_to_serve_the_run_has_those_of_before_again() -
     assert not engines.may_join(2), "it has another width than the run"
     assert engines.may_join(1)
     engines.lost(0, "killed")
+    assert [engines.may_join(number) for number in range(3)] == [True, True, False]
     assert not engines.is_last(0)
     engines.lost(1, "it does not start")
     assert engines.is_last(1)
@@ -112,12 +113,11 @@ def test_a_third_width_goes_back_to_the_one_that_has_served_and_back_by_hand_is_
 
 
 def test_an_engine_of_a_width_that_is_not_wanted_any_more_leaves_in_place_of_waiting_for_room() -> None:
-    engines, change = of(1)
+    engines, change = of(2)
     engines.scale(request(1, 1, 2))
-    engines.joined(1)
     engines.ended(0)
-    assert states(engines) == "JL"
-    assert (change.make_room(0), states(engines)) == ([], "xL")
+    assert states(engines) == "JLJ"
+    assert (change.make_room(0), states(engines)) == ([], "xLJ")
 
 
 def test_an_engine_that_announces_itself_with_another_width_is_none_of_the_runs() -> None:
@@ -171,3 +171,52 @@ def test_transports_between_devices_reach_no_engine_of_several_ranks(transport: 
     assert why_not_ranks(transport, 1) is None
     assert f"policies travel by {transport}" in (why_not_ranks(transport, 2) or "")
     assert [why_not_ranks(other, 2) for other in ("shared_memory", "gloo", "files")] == [None] * 3
+
+
+def test_engines_that_leave_are_counted_by_their_ranks_and_more_leave_where_they_were_not_enough() -> None:
+    engines, change = of(3)
+    engines.scale(request(1, 3, 2))
+    for number in (3, 4, 5):
+        engines.joined(number)
+    for number in change.replace():
+        engines.left(number, "done")
+    engines.scale(request(2, 1, 4))
+    assert change.make_room(0) == [5, 4], "they have the four GPUs that it needs"
+    for number in (4, 5):
+        engines.left(number, "done")
+    assert change.make_room(0) == [3], "somebody else has some of them"
+
+
+def test_a_number_that_is_asked_for_meanwhile_is_one_of_the_width_that_comes() -> None:
+    engines, change = of(2)
+    engines.scale(request(1, 2, 2))
+    engines.ended(1)
+    engines.joined(2)
+    assert engines.scale(request(2, 1, None)) == []
+    assert states(engines) == "LJLx", "3 has not come; 1 is awaited until others serve"
+    assert change.replace() == [0]
+    engines.scale(request(3, 2, None))
+    assert (states(engines), widths(engines)[1]) == ("DJLx", 2), "0 drains, and has another width"
+
+
+def test_engines_of_before_that_still_serve_need_no_numbers_of_their_own() -> None:
+    engines, _ = of(4)
+    engines.scale(request(1, 1, 2))
+    assert engines.scale(request(2, 4, 1)) == []
+    assert (engines.record().refused, states(engines)) == ("", "LLLLx")
+
+
+def test_fewer_that_are_asked_for_meanwhile_are_fewer_of_those_that_come() -> None:
+    engines, change = of(2)
+    engines.scale(request(1, 2, 2))
+    for number in (2, 3):
+        engines.joined(number)
+    for number in change.replace():
+        engines.left(number, "done")
+    engines.scale(request(2, 2, 1))
+    engines.joined(0)
+    engines.ended(3)
+    assert states(engines) == "LJLJ"
+    assert engines.scale(request(3, 1, None)) == []
+    assert states(engines) == "LxLJ", "2 and 3 have another width, and leave once 0 serves alone"
+    assert (change.replace(), states(engines)) == ([2], "LxDx")
