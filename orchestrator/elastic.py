@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 
 from orchestrator.parts import Parts
+from orchestrator.peers.prm import Prm
+from orchestrator.peers.reward_model import RewardModel
 from orchestrator.rules.role_orders import Orders, RoleOrders, layout_of, orders_of
 from orchestrator.rules.role_window import RoleWindow
 from orchestrator.rules.roles import Layout, Pool, Roles
 from orchestrator.stages.role_changes import RoleChanges
 from orchestrator.stages.training import Training
 from pipelinerl.config import Config
-from pipelinerl.config.scaling import Units, units_of
+from pipelinerl.config.scaling import Units, scoring_of, units_of
 from pipelinerl.config.scheduling import why_sequences_stay
 from pipelinerl.runtime.membership import ScaleRequest
 
@@ -24,19 +26,23 @@ DEADLINES = 2
 def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
     """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
     config = parts.config
-    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout, config.prm)
-    prm = parts.prm if units.prms else None
+    scoring = scoring_of(config.prm, config.reward)
+    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout, scoring)
+    models = {one.membership.kind: one for one in (parts.prm, *parts.reward_models) if one is not None and one.membership.kind in scoring}
+    changing = models.pop(units.scored_by, None)
+    count, _ = scoring.get(units.scored_by, (0, 1))
     began = Layout(
         engines=config.engine.count // units.engines,
         width=width,
         trainers=(config.trainer.ranks - units.core_ranks) // units.devices,
-        scorers=(config.prm.count - units.core_prms) // units.prms if prm else 0,
+        scorers=(count - units.core_scorers) // units.scorers if changing else 0,
     )
     assert parts.given.scale is not None, "who can change its engines has a folder for that"
     membership, earlier = parts.membership, parts.given.scale.roles()
-    num_prm = prm.membership.num_wanted if prm else 0
-    wanted = Orders(membership.num_wanted, parts.trainer_change.record.wanted, num_prm)  # an earlier orchestrator may have been asked
-    roles = Roles(_pool(parts, units), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
+    num_scorers = changing.membership.num_wanted if changing else 0
+    ranks = parts.trainer_change.record.wanted  # an earlier orchestrator may have been asked
+    wanted = Orders(membership.num_wanted, ranks, num_scorers, units.scored_by)
+    roles = Roles(_pool(parts, units, changing), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
     rule = RoleOrders(roles, units, wanted=wanted, num_given_up=membership.num_given_up, now_s=parts.started_s)
     if earlier is not None:
         rule.restore(earlier)
@@ -44,7 +50,8 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         rule=rule,
         window=RoleWindow(slots=config.engine.max_running, least_steps=WINDOW_STEPS),
         engines=parts.engines,
-        prm=prm,
+        scoring=changing,
+        others=tuple(models.values()),
         change=parts.trainer_change,
         training=training,
         progress=parts.progress,
@@ -52,14 +59,14 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         journal=parts.given.journal,
         folder=parts.given.scale,
         engines_of_unit=units.engines,
-        prms_of_unit=units.prms,
+        scorers_of_unit=units.scorers,
         drain_s=drain_s_of(config),
         missing_s=config.engine.ready_deadline_s,
         is_first=parts.given.scale.members() is None,
     )
 
 
-def _pool(parts: Parts, units: Units) -> Pool:
+def _pool(parts: Parts, units: Units, scoring: Prm | RewardModel | None) -> Pool:
     config = parts.config
     admitted = (parts.schedule.max_staleness + 1) * config.batch.groups_per_step * parts.num_siblings
 
@@ -69,14 +76,15 @@ def _pool(parts: Parts, units: Units) -> Pool:
 
     def may_be(layout: Layout) -> bool:
         orders = orders_of(layout, units)
-        are_known = orders.engines + parts.membership.num_given_up <= config.engine.most and orders.prm <= config.prm.most
-        return are_known and may_train(orders.trainer)
+        are_known = orders.engines + parts.membership.num_given_up <= config.engine.most
+        may_score = scoring is None or scoring.membership.why_not(orders.scorers) is None
+        return are_known and may_score and may_train(orders.trainer)
 
     return Pool(
         unit_devices=units.devices,
         unit_replicas=units.replicas,
         core_replicas=units.core_ranks / units.ranks_per_replica,
-        core_scorers=units.core_prms / max(1, units.prms),
+        core_scorers=units.core_scorers / max(1, units.scorers),
         profiles={},
         most_running=min(admitted, config.pipeline.max_running or admitted),
         switch_s=0.0,

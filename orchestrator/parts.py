@@ -24,6 +24,7 @@ from orchestrator.peers.gateway import Gateway
 from orchestrator.peers.peers import Peers
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.relief import relief_of
+from orchestrator.peers.reward_model import RewardModel
 from orchestrator.peers.scorers import Scorers
 from orchestrator.peers.trainer_ranks import trainer_change_of
 from orchestrator.peers.transport_choice import TransportChoice
@@ -33,7 +34,7 @@ from orchestrator.rules.dispatch import Dispatch, dispatch_of
 from orchestrator.rules.group_cut import GroupCut, group_cut_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.kv import KvPolicy
-from orchestrator.rules.membership import membership_of, prm_membership_of
+from orchestrator.rules.membership import membership_of, prm_membership_of, reward_memberships_of
 from orchestrator.rules.phases import sleep_bound
 from orchestrator.rules.quarantine import Quarantine
 from orchestrator.rules.validation.announcements import AnnouncementCheck
@@ -48,7 +49,7 @@ from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import makes_advantages_in_trainer
 from pipelinerl.config import Config, Mode
 from pipelinerl.data.packing import packing_of
-from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, TrainerReady
+from pipelinerl.messages import FunctionFailed, LayoutFixed, Prompt, Sampling, ScoredTrajectory, ScorerLoad, TrainerReady
 from pipelinerl.observe.alarms.rules import Alarms
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.calls import reward_weights
@@ -160,12 +161,12 @@ class Parts:
             None if given.is_replay else AnnouncementCheck(max_outstanding=max_outstanding, num_steps=config.trainer.steps)
         )
         earlier = given.scale and given.scale.members()
-        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay)
+        self._transport = TransportChoice(config=config, journal=given.journal)
+        self.membership = membership_of(config, earlier=earlier, takes_all=given.is_replay, why_not_width=self._transport.why_not_width)
         self.trainer_change = trainer_change_of(config, earlier=given.scale and given.scale.trainer(), in_script=given.in_script)
         if not self.membership.goes_on:  # `engine.count` is another one
             self.trainer_change.keep_engines([Kind.ENGINES])
         self.packing = packing_of(config, num_replicas=self.trainer_change.num_replicas)
-        self._transport = TransportChoice(config=config, journal=given.journal)
         self.engines = Engines(
             self._peers(
                 given.engine_hub,
@@ -207,6 +208,9 @@ class Parts:
             announcement_check=self.announcement_check,
             first_request_id=int(1e6 * given.journal.clock()),
         )
+        rewards = reward_memberships_of(config, earlier=earlier, takes_all=given.is_replay)
+        self.reward_models = tuple(RewardModel(membership=one, credits=self.credits) for one in rewards)
+        self.scorers.on_load = self._hear_of_models
         self.prm = Prm(scorers, membership=prm, is_episodic=config.environment.is_used) if config.prm.is_used else None
         """The process reward model, in a run that has one."""
         self.trainer = self._peers(
@@ -233,6 +237,10 @@ class Parts:
         self.relief = relief_of(
             config, num_siblings=self.num_siblings, engines=self.engines, check=self.announcement_check, journal=given.journal
         )
+
+    def _hear_of_models(self, load: ScorerLoad) -> None:
+        for model in self.reward_models:
+            model.heard(load)
 
     def _alternation(self) -> Alternation:
         return Alternation(

@@ -82,7 +82,7 @@ class Run:
             ledger=given.ledger,
             admission=parts.admission,
             engines=parts.engines,
-            memberships=(parts.membership, *([parts.prm.membership] if parts.prm is not None else [])),
+            memberships=tuple(part.membership for part in (parts.engines, parts.prm, *parts.reward_models) if part is not None),
             scorers=parts.scorers,
             channels=self.pipeline.channels.queues,
             refused=parts.refused,
@@ -101,6 +101,7 @@ class Run:
             membership=parts.membership,
             engines=parts.engines,
             prm=parts.prm,
+            rewards=parts.reward_models,
             limit=parts.limit,
             credits=parts.credits,
             journal=given.journal,
@@ -114,6 +115,7 @@ class Run:
                 watch=parts.watch,
                 deadline_s=config.trainer.ready_deadline_s,
             ),
+            ready_s=config.engine.ready_deadline_s,
             roles=role_changes_of(parts, self.pipeline.training) if config.pipeline.elastic else None,
         )
 

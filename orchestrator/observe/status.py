@@ -33,7 +33,7 @@ class Status:
     admission: Admission
     engines: Engines
     memberships: tuple[Membership, ...]
-    """Of the engines, and of those of the process reward model."""
+    """Of the engines, of those of the process reward model, and of the processes of reward models."""
     scorers: Scorers
     channels: list[Channel[Any]]
     refused: Callable[[], dict[str, int]]

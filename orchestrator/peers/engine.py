@@ -68,6 +68,11 @@ class Engine:
             self.rolled_back_to = version if self.rolled_back_to is None else min(version, self.rolled_back_to)
 
     @property
+    def is_busy(self) -> bool:
+        """True until it has ended all that it had."""
+        return self.num_outstanding > 0
+
+    @property
     def takes_work(self) -> bool:
         """True where it is neither fenced, nor asleep, nor about to be replaced or to leave."""
         return not (self.fault or self.is_asleep or self.is_rejected or self.leaves_for)

@@ -263,6 +263,9 @@ class Engines:
         known = self._engines.get(ready.engine_id)
         if known is not None and known.ready.process_id == ready.process_id:
             return
+        if not self.membership.is_of_width(ready.engine_id, ready.tensor_parallel_size):  # another one of its name is to come
+            self._tell_to_end(peer, f"engine-{ready.engine_id} is to have another tensor_parallel_size than {ready.tensor_parallel_size}")
+            return
         if (why := self._why_not_taken(ready)) is not None:
             self._lose(ready.engine_id)
             self.membership.lost(ready.engine_id, why)

@@ -38,6 +38,11 @@ class PrmEngine:
     is_behind: bool = False
     """True where something could not be sent to it: it is given nothing until it is heard from again."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True until it has ended all that it had."""
+        return self.num_outstanding > 0
+
 
 class Prm:
     """The model's engines. It sends traces, and reports when an engine has lost those that it had: they are then to be sent again."""
@@ -79,6 +84,10 @@ class Prm:
         """Return the gauges of all engines together, in those that only grow the engines that are gone included; None before the first."""
         loads = [engine.load for engine in self if engine.load is not None]
         return _sum_of(self._gone, *loads) if loads else None
+
+    def busy_s(self) -> float:
+        """Return the seconds in which engines have scored, summed over them, those that are gone included."""
+        return 0.0 if (load := self.load()) is None else load.busy_s
 
     def on_scored(self, handler: Callable[[PrmEngine, StepsScored], None]) -> None:
         """Have `handler` called with every answer."""

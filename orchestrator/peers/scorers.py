@@ -6,7 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -45,8 +45,10 @@ class Scorer:
 
     @property
     def room(self) -> int:
-        """The number of requests it may still be sent."""
-        return 0 if self.is_rejected else self.ready.num_slots * CALLS_PER_SLOT - self.num_outstanding
+        """The number of requests it may still be sent. It may have more processes of a reward model than slots when it announced itself."""
+        models = () if self.load is None else self.load.models.values()
+        num_slots = max(self.ready.num_slots, *(len(model.processes) for model in models), 0)
+        return 0 if self.is_rejected else num_slots * CALLS_PER_SLOT - self.num_outstanding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class Scorers:
     """A number above all that an earlier orchestrator of this run used."""
     changed: Signal = dataclasses.field(default_factory=Signal)
     """Set when a scorer announces itself or answers: there may be room."""
+    on_load: Callable[[ScorerLoad], None] = lambda load: None
+    """Hears what scorers say of themselves."""
     num_fenced: int = 0
     _scorers: dict[int, Scorer] = dataclasses.field(default_factory=dict)
     _request_ids: Iterator[int] = dataclasses.field(init=False)
@@ -263,6 +267,7 @@ class Scorers:
         scorer = self._scorers.get(load.scorer_id)
         if scorer is not None:
             scorer.load = load
+            self.on_load(load)
         elif peer in self._not_taken:  # it announces itself only once: unrefused, it would be awaited forever
             self.peers.refuse(peer, self._not_taken[peer])
         self.changed.set()  # a scorer that could not be reached is there again

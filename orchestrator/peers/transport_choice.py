@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from orchestrator.peers.engines import Engines
-from orchestrator.rules.weight_transport import choose_transport, why_unreached
+from orchestrator.rules.weight_transport import choose_transport, why_not_ranks, why_unreached
 from pipelinerl.config import Config
+from pipelinerl.config.file import with_tensor_parallel
+from pipelinerl.config.scaling import why_width_fixed
 from pipelinerl.config.sharded_policies import sharded_policies_can_be_sent
+from pipelinerl.errors import ConfigError
 from pipelinerl.messages import EngineReady, LayoutFixed, TrainerReady
 from pipelinerl.observe.journal import Journal
 
@@ -55,3 +58,13 @@ class TransportChoice:
     def why_unreached(self, ready: EngineReady) -> str | None:
         """Say why no policy would reach an engine that joins a run under way; None where they do, or nothing was chosen yet."""
         return None if self._transport is None else why_unreached(ready, self._transport, trainer=self._trainer)
+
+    def why_not_width(self, size: int) -> str | None:
+        """Say why engines of another `tensor_parallel_size` could not serve this run; None where they could."""
+        if (why := why_width_fixed(self.config.pipeline)) is not None:
+            return why
+        try:
+            num_ranks = with_tensor_parallel(self.config, size).engine.num_ranks
+        except ConfigError as error:
+            return str(error)
+        return None if self._transport is None else why_not_ranks(self._transport, num_ranks)

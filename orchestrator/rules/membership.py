@@ -5,25 +5,40 @@ up those that have not come yet, then the highest ids, which came last. Engines 
 them at the start: where one dies, another process takes its place, or the run ends. Those that have joined since, and those that another
 job started, are spares: the run goes on without one that is lost, and takes it back while it has fewer engines than were asked for.
 
-The same holds of the process reward model's engines, apart from the others: a run that has one keeps one at least.
+Engines of another width (`tensor_parallel_size`) take the place of all that there are, as `rules.engine_widths` says.
+
+The same holds of the process reward model's engines, apart from the others, and of the processes of each reward model: a run that has one
+keeps one at least.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import why_fixed
-from pipelinerl.runtime.membership import FIRST_PRM, Kind, Member, Members, ScaleRequest, StartedBy, State
+from pipelinerl.runtime.membership import FIRST_PRM, EnginesBefore, Kind, Member, Members, ScaleRequest, StartedBy, State, reward_kind
 
 PRESENT = (State.JOINING, State.LIVE)
 """The states of engines that count towards the number that was asked for."""
 
 
-def membership_of(config: Config, *, earlier: Members | None, takes_all: bool = False) -> Membership:
-    """Return the engines of a run, with what an earlier orchestrator of it has written; `takes_all`: see `Membership`."""
+def membership_of(
+    config: Config, *, earlier: Members | None, takes_all: bool = False, why_not_width: Callable[[int], str | None] = lambda size: None
+) -> Membership:
+    """Return the engines of a run, with what an earlier orchestrator of it has written; the others: see `Membership`."""
     engine, why = config.engine, why_fixed(config.pipeline, config.weights, config.tinker)
-    found = Membership(count=engine.count, num_here=engine.num_here, most=engine.most, why_fixed=why, takes_all=takes_all)
+    found = Membership(
+        count=engine.count,
+        num_here=engine.num_here,
+        most=engine.most,
+        why_fixed=why,
+        takes_all=takes_all,
+        tensor_parallel_size=engine.num_ranks // engine.num_stages,
+        why_not_width=why_not_width,
+    )
     if earlier is not None:
         found.restore(earlier)
     return found
@@ -38,6 +53,21 @@ def prm_membership_of(config: Config, *, earlier: Members | None, takes_all: boo
     return found
 
 
+def reward_memberships_of(config: Config, *, earlier: Members | None, takes_all: bool = False) -> tuple[Membership, ...]:
+    """Return the processes of each of a run's reward models; see `membership_of`."""
+    why = why_fixed(config.pipeline, config.weights, config.tinker)
+    found = {
+        kind: Membership(kind=kind, count=reward.concurrency or 1, most=reward.most, why_fixed=why, takes_all=takes_all)
+        for index, reward in enumerate(config.reward)
+        if reward.model is not None
+        for kind in [reward_kind(index)]
+    }
+    for kind, membership in found.items():
+        if (record := earlier and earlier.of(kind)) is not None:
+            membership.restore(record)
+    return tuple(found.values())
+
+
 class Membership:
     """The engines of one run, of one kind, by id. Every change is news until it is taken."""
 
@@ -45,20 +75,29 @@ class Membership:
         self,
         *,
         count: int,
-        kind: Kind = Kind.ENGINES,
+        kind: str = Kind.ENGINES,
         first: int = 0,
         num_here: int | None = None,
         most: int | None = None,
         why_fixed: str | None = None,
         takes_all: bool = False,
+        tensor_parallel_size: int | None = None,
+        why_not_width: Callable[[int], str | None] = lambda size: None,
     ) -> None:
         """The run begins with `count` engines, numbered from `first` on, of which the first `num_here` are started with it, and may come to
         have `most`.
 
         `why_fixed` says why no engine may join or leave; None where they may. `takes_all`: whoever comes is one, as where a recorded run is
-        repeated.
+        repeated. `tensor_parallel_size` is the one that they begin with, None of a kind that keeps its own; `why_not_width` says why none
+        of another could serve the run.
         """
         self.kind = kind
+        self._configured = self.tensor_parallel_size = tensor_parallel_size
+        self.before: EnginesBefore | None = None
+        """What the run goes back to where no engine of this width comes to serve; None where one has, or nothing is to go back to."""
+        self.drain_s = ScaleRequest(request_id=0).drain_s
+        """What engines of another width are given once they are to leave."""
+        self._why_not_width = why_not_width
         self._first, self._takes_all = first, takes_all
         num_here = count if num_here is None else num_here
         self._count = count
@@ -70,7 +109,12 @@ class Membership:
         self.num_given_up = 0
         """Of these, lost engines that the run does without until they come again: no other one takes their place."""
         self._members = {
-            number: Member(engine_id=number, state=State.JOINING, started_by=StartedBy.RUN if number < first + num_here else StartedBy.JOB)
+            number: Member(
+                engine_id=number,
+                state=State.JOINING,
+                started_by=StartedBy.RUN if number < first + num_here else StartedBy.JOB,
+                tensor_parallel_size=tensor_parallel_size,
+            )
             for number in range(first, first + count)
         }
         self._news: dict[int, Member] = {}
@@ -83,12 +127,15 @@ class Membership:
         Everybody has to announce themselves anew; who was leaving has left, and its rollouts are asked of others.
         """
         self._request_id, self._refused = earlier.request_id, earlier.refused
-        if earlier.count != self._count:
+        if earlier.count != self._count or earlier.configured not in (None, self._configured):
             return
         for one in earlier.members:
             begins_anew = one.state in PRESENT or (one.state is State.LOST and one.started_by is StartedBy.RUN)
             state = State.JOINING if begins_anew else State.LEFT if one.state is State.DRAINING else one.state
-            self._put(msgspec.structs.replace(one, state=state, reason="" if begins_anew else one.reason))
+            size = one.tensor_parallel_size or self._configured
+            self._put(msgspec.structs.replace(one, state=state, reason="" if begins_anew else one.reason, tensor_parallel_size=size))
+        self.tensor_parallel_size = earlier.tensor_parallel_size or self._configured
+        self.before, self.drain_s = earlier.before, earlier.drain_s
         self.num_wanted, self.num_given_up, self.goes_on = earlier.num_wanted, earlier.num_given_up, True
         self._fill_places()
 
@@ -99,6 +146,10 @@ class Membership:
         """The ids that engines of this run may have."""
         return range(self._first, self._first + self._most)
 
+    def find(self, engine_id: int) -> Member | None:
+        """Return what is known of an engine; None where the run never had it."""
+        return self._members.get(engine_id)
+
     def state(self, engine_id: int) -> State | None:
         """Return the state of an engine; None where the run never had it."""
         member = self._members.get(engine_id)
@@ -107,6 +158,14 @@ class Membership:
     def present(self) -> set[int]:
         """Return the ids that serve, or are to serve."""
         return {number for number, member in self._members.items() if member.state in PRESENT}
+
+    def of_width(self) -> set[int]:
+        """Return the ids that serve, or are to serve, with the `tensor_parallel_size` that was asked for last."""
+        return {number for number in self.present() if self._members[number].tensor_parallel_size == self.tensor_parallel_size}
+
+    def of_another_width(self) -> set[int]:
+        """Return the ids that serve until engines of the width that was asked for do."""
+        return self.present() - self.of_width()
 
     def awaited(self) -> set[int]:
         """Return the ids without which the run does not begin, and whose place somebody takes: those that it began with."""
@@ -135,16 +194,35 @@ class Membership:
     def may_join(self, engine_id: int) -> bool:
         """Return whether an engine that announces itself is one of the run's; one that was lost is, while engines are too few."""
         state = self.state(engine_id)
-        return self._takes_all or state in PRESENT or (state is State.LOST and len(self.present()) < self.num_wanted)
+        is_spare = engine_id in self._members and self._members[engine_id].tensor_parallel_size == self.tensor_parallel_size
+        return self._takes_all or state in PRESENT or (state is State.LOST and is_spare and len(self.of_width()) < self.num_wanted)
 
-    def why_not(self, wanted: int | None) -> str | None:
-        """Say why the run cannot have so many engines; None where it can."""
+    def is_of_width(self, engine_id: int, size: int) -> bool:
+        """Return whether an engine that announces itself has the `tensor_parallel_size` that was asked for it."""
+        member = self._members.get(engine_id)
+        return self._takes_all or member is None or member.tensor_parallel_size in (None, size)
+
+    def why_not(self, wanted: int | None, *, size: int | None = None) -> str | None:
+        """Say why the run cannot have so many engines, of another `tensor_parallel_size`; None where it can."""
         if self._why_fixed is not None:
             return self._why_fixed
         if wanted is not None and not 1 <= wanted <= self._most:
-            key = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}[self.kind]
+            keys: dict[str, str] = {Kind.ENGINES: "engine.max_count", Kind.PRM: "prm.count"}
+            key = keys.get(self.kind, f"{self.kind}.concurrency")
             more = f"More need a run that was started, or resumed, with a larger {key}"
             return f"{self.kind}={wanted}: expected 1 to {self._most} ({key}). {more}"
+        if size is None or size == self.tensor_parallel_size:
+            return None
+        if (why := self._why_not_width(size)) is not None:
+            return f"tensor_parallel_size={size}: {why}"
+        there = (*PRESENT, State.DRAINING)
+        staying = sum(one.state in there and one.tensor_parallel_size != size for one in self._members.values())
+        coming = wanted or self.num_wanted
+        if staying + coming > self._most:
+            return (
+                f"tensor_parallel_size={size}: engines that come need numbers of their own until the others have left, {coming} beside"
+                f" {staying}, and there are {self._most} (engine.max_count). Ask for fewer engines, or have some leave first"
+            )
         return None
 
     # --- what happens ---
@@ -169,6 +247,11 @@ class Membership:
         elif self.state(engine_id) is State.DRAINING:
             self._move(engine_id, State.LEFT, reason)
 
+    def is_last(self, engine_id: int) -> bool:
+        """Return whether an engine that is lost leaves nobody: no other one, none that comes again, and nothing to go back to."""
+        is_lost = self.state(engine_id) is State.LOST and self._members[engine_id].started_by is not StartedBy.JOB
+        return is_lost and not self.present() and self.before is None
+
     def left(self, engine_id: int, reason: str) -> None:
         """Note that an engine that was to leave is gone."""
         self._move(engine_id, State.LEFT, reason)
@@ -191,26 +274,52 @@ class Membership:
         now. A request that was answered changes nothing. With `keeps_places` engines that were given up count as if they were there."""
         if request.request_id <= self._request_id:
             return []
-        wanted = request.number_of(self.kind)
-        self._request_id, self._refused = request.request_id, refused or self.why_not(wanted) or ""
+        size = request.tensor_parallel_size if self.kind is Kind.ENGINES else None
+        wanted = self.num_wanted if request.number_of(self.kind) is None and size is not None else request.number_of(self.kind)
+        self._request_id, self._refused = request.request_id, refused or self.why_not(wanted, size=size) or ""
         if self._refused or wanted is None:
             return []
+        if size is not None and size != self.tensor_parallel_size:
+            self._begin_width(size, request)
         self.num_wanted, self.num_given_up = wanted, self.num_given_up if keeps_places else 0
-        missing = wanted - self.num_given_up - len(self.present())
+        missing = wanted - self.num_given_up - len(self.of_width())
         for number in self._to_join()[: max(0, missing)]:
             is_kept = self.state(number) is State.DRAINING
             known = self._members.get(number)
             origin = (
                 known
                 if is_kept and known
-                else Member(engine_id=number, state=State.JOINING, started_by=request.started_by, request_id=request.request_id)
+                else Member(
+                    engine_id=number,
+                    state=State.JOINING,
+                    started_by=request.started_by,
+                    request_id=request.request_id,
+                    tensor_parallel_size=self.tensor_parallel_size,
+                )
             )
             self._put(msgspec.structs.replace(origin, state=State.LIVE if is_kept else State.JOINING, reason=""))
-        leaving = self._to_leave()[: max(0, -missing)]
-        reason = f"{self.kind}={wanted} was asked for"
-        for number in leaving:
+        return self.have_leave(self.leaving_order(self.of_width())[: max(0, -missing)], f"{self.kind}={wanted} was asked for")
+
+    def have_leave(self, numbers: list[int], reason: str) -> list[int]:
+        """Have engines leave, at once where they have not come; return those that drain."""
+        for number in numbers:
             self._move(number, State.DRAINING if self.state(number) is State.LIVE else State.LEFT, reason)
-        return [number for number in leaving if self.state(number) is State.DRAINING]
+        return [number for number in numbers if self.state(number) is State.DRAINING]
+
+    def leaving_order(self, numbers: set[int]) -> list[int]:
+        """Return these engines in the order in which they would leave."""
+        return sorted(numbers, key=lambda number: (self.state(number) is State.LIVE, -number))
+
+    def _begin_width(self, size: int, request: ScaleRequest) -> None:
+        """Await engines of another width. Those of the one before that have not come are not awaited any more."""
+        has_served = any(self.state(number) is State.LIVE for number in self.of_width())
+        before = self.before
+        if self.tensor_parallel_size is not None and (has_served or before is None):
+            before = EnginesBefore(num_wanted=self.num_wanted, tensor_parallel_size=self.tensor_parallel_size)
+        self.before = None if before is None or before.tensor_parallel_size == size else before
+        self.tensor_parallel_size, self.drain_s = size, request.drain_s
+        absent = [number for number in self.of_another_width() if self.state(number) is State.JOINING]
+        self.have_leave(absent, f"tensor_parallel_size={size} was asked for")
 
     # --- what is told ---
 
@@ -221,6 +330,10 @@ class Membership:
             num_wanted=self.num_wanted,
             num_given_up=self.num_given_up,
             count=self._count,
+            tensor_parallel_size=self.tensor_parallel_size,
+            configured=self._configured,
+            before=self.before,
+            drain_s=self.drain_s,
             request_id=self._request_id,
             refused=self._refused,
         )
@@ -233,11 +346,13 @@ class Membership:
     def _to_join(self) -> list[int]:
         """The ids that may come, first those that need not come anew; one that was lost may still be somewhere, so it is the last."""
         order = {State.DRAINING: 0, None: 1, State.LEFT: 1, State.LOST: 2}
-        free = [number for number in self.names if self.state(number) in order]
+        others = {one.engine_id for one in self._members.values() if one.tensor_parallel_size != self.tensor_parallel_size}
+        free = [
+            number
+            for number in self.names
+            if self.state(number) in order and not (self.state(number) is State.DRAINING and number in others)
+        ]
         return sorted(free, key=lambda number: (order[self.state(number)], number))
-
-    def _to_leave(self) -> list[int]:
-        return sorted(self.present(), key=lambda number: (self.state(number) is State.LIVE, -number))
 
     def _fill_places(self) -> None:
         """Count no more places of lost engines than are left."""

@@ -1,7 +1,7 @@
 """RoleOrders turns what `rules.roles` plans into orders for a live run, and follows each until it is over, taken back or overruled.
 
-A layout counts units, orders count engines, trainer ranks and engines of the process reward model, as `pipelinerl scale` does. So an order
-by hand is seen by its numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no
+A layout counts units, orders count engines, trainer ranks and engines or processes of the model that scores, as `pipelinerl scale` does. So
+an order by hand is seen by its numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no
 measurement says. After `HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
 
 Engines that are lost and given up (`rules.membership`) count in orders, since their places stay open, and not in layouts: the rule shares
@@ -51,11 +51,18 @@ class Orders:
     engines: int
     trainer: int
     """Ranks."""
-    prm: int = 0
-    """Engines of the process reward model; 0 where none change."""
+    scorers: int = 0
+    """Engines, or processes, of the model that scores; 0 where none change."""
+    scored_by: str = ""
+    """That model: `prm`, or the key of a reward model's section; see `Units`."""
 
     def __str__(self) -> str:
-        return f"engines={self.engines} trainer={self.trainer}" + (f" prm={self.prm}" if self.prm else "")
+        return f"engines={self.engines} trainer={self.trainer}" + (f" {self.scored_by}={self.scorers}" if self.scorers else "")
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Its numbers, in this order."""
+        return self.engines, self.trainer, self.scorers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +127,13 @@ class RoleOrders:
         """What an orchestrator that follows has to know."""
         roles, seconds, change = self.roles, self.seconds, self.roles.change
         return RolesRecord(
-            ordered=dataclasses.astuple(self._ordered),
+            ordered=self._ordered.numbers,
             epoch=roles.epoch,
             next_plan=roles.next_plan,
             num_failed=roles.num_failed,
             change=change
             and RoleChange(
-                before=dataclasses.astuple(self._before),
+                before=self._before.numbers,
                 saved_s=change.saved_s,
                 cost_s=change.cost_s,
                 deadline_s=change.deadline_s,
@@ -142,9 +149,9 @@ class RoleOrders:
         self.seconds = SwitchSeconds(
             first_s=earlier.first_s, num=earlier.num_switches, switches_s=earlier.switches_s, away_s=earlier.away_s
         )
-        self._ordered = Orders(*earlier.ordered)
+        self._ordered = Orders(*earlier.ordered, self._units.scored_by)
         change = earlier.change
-        self._before = self._ordered if change is None else Orders(*change.before)
+        self._before = self._ordered if change is None else Orders(*change.before, self._units.scored_by)
         layout, after = self._layout_of(self._before), self._layout_of(self._ordered)
         self._has_units = layout is not None
         if layout is None:
@@ -239,20 +246,20 @@ class RoleOrders:
 
 def orders_of(layout: Layout, units: Units) -> Orders:
     """Return the orders that make a layout."""
-    prm = units.core_prms + layout.scorers * units.prms
-    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices, prm)
+    scorers = units.core_scorers + layout.scorers * units.scorers
+    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices, scorers, units.scored_by)
 
 
 def layout_of(orders: Orders, units: Units, *, width: int) -> Layout | None:
     """Return the layout that orders make; None where they are no whole units."""
-    further, scorers = orders.trainer - units.core_ranks, orders.prm - units.core_prms
+    further, scorers = orders.trainer - units.core_ranks, orders.scorers - units.core_scorers
     if orders.engines < 1 or min(further, scorers) < 0:
         return None
-    if orders.engines % units.engines or further % units.devices or (units.prms and scorers % units.prms):
+    if orders.engines % units.engines or further % units.devices or (units.scorers and scorers % units.scorers):
         return None
     return Layout(
         engines=orders.engines // units.engines,
         width=width,
         trainers=further // units.devices,
-        scorers=scorers // units.prms if units.prms else 0,
+        scorers=scorers // units.scorers if units.scorers else 0,
     )

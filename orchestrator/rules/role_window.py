@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from orchestrator.rules.pass_profile import PassProfile, PassSeconds
 from orchestrator.rules.roles import Window
@@ -37,7 +37,9 @@ class Counts:
     held_s: float
     """Seconds in which generation waited for anything but a free engine slot."""
     scored_s: float | None = None
-    """Seconds in which engines of the process reward model have scored; None where none of them change."""
+    """Seconds in which the model that scores has scored, summed over its engines or processes; None where none of them change."""
+    others_s: tuple[float, ...] = ()
+    """The same of each model that scores and does not change."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -120,8 +122,12 @@ class RoleWindow:
         """Return how long the window has lasted."""
         return 0.0 if self.began is None else now_s - self.began.now_s
 
-    def window(self, counts: Counts, *, engines_of_unit: int, prms_of_unit: int = 0) -> tuple[Window, PassSeconds] | None:
-        """Return what the window has shown, and an engine's passes; None where too little has happened in it."""
+    def window(
+        self, counts: Counts, *, engines_of_unit: int, scorers_of_unit: int = 0, others: Sequence[int] = ()
+    ) -> tuple[Window, PassSeconds] | None:
+        """Return what the window has shown, and an engine's passes; None where too little has happened in it. `others` are the engines or
+        processes of each model that scores and does not change.
+        """
         passes_s, began = self.profile.fit(), self.began
         engines = [engine for engine in self._engines.values() if engine.passes]
         passes, tokens, context = (sum(getattr(one, name) for one in engines) for name in ("passes", "tokens", "context"))
@@ -130,8 +136,11 @@ class RoleWindow:
         if not (tokens and context and self._replica_s > 0 and counts.trained > began.trained):
             return None
         scored_s = None if counts.scored_s is None or began.scored_s is None else counts.scored_s - began.scored_s
-        if prms_of_unit and not scored_s:
+        if scorers_of_unit and not scored_s:
             return None
+        sampled = counts.sampled - began.sampled
+        others_s = [after_s - before_s for before_s, after_s in zip(began.others_s, counts.others_s, strict=True)]
+        scored_most = [number * sampled / seconds for number, seconds in zip(others, others_s, strict=True) if seconds > 0]
         elapsed_s = counts.now_s - began.now_s
         expected_s = passes_s.a * passes + passes_s.b * tokens + passes_s.c * context
         window = Window(
@@ -140,10 +149,11 @@ class RoleWindow:
             context=context / tokens,
             slowness=sum(engine.seconds for engine in engines) / expected_s,
             replica_rate=(counts.trained - began.trained) / self._replica_s,
-            written_rate=(counts.sampled - began.sampled) / elapsed_s,
+            written_rate=sampled / elapsed_s,
             trainer_wait=max(0.0, 1 - self._working_s / elapsed_s),
             held_back=min(1.0, (counts.held_s - began.held_s) / elapsed_s),
-            scorer_rate=prms_of_unit * (counts.sampled - began.sampled) / scored_s if scored_s else None,
+            scorer_rate=scorers_of_unit * sampled / scored_s if scored_s else None,
+            scored_most=min(scored_most, default=None),
             held_tokens=engines_of_unit * context / passes,
             recompute_s=passes_s.b,  # a token that is computed anew costs what one more in a pass does
         )

@@ -161,6 +161,8 @@ class Window:
     """Part of the time in which the staleness bound held engines back: they were ahead, or waited for the last of a step."""
     scorer_rate: float | None = None
     """Sampled tokens per second that a unit scores while it works; None where no device scores."""
+    scored_most: float | None = None
+    """Sampled tokens per second that scorers which never change can score; None where there are none."""
     held_tokens: float = 0.0
     """Tokens in the KV caches of one unit."""
     recompute_s: float = 0.0
@@ -296,7 +298,7 @@ class Roles:
     def _note_slowness(self, window: Window) -> None:
         slowness = window.slowness
         if window.trainer_wait > LEAST_WAIT > window.held_back and window.written_rate > 0:
-            alone = dataclasses.replace(window, slowness=1.0, replica_rate=math.inf, scorer_rate=None)
+            alone = dataclasses.replace(window, slowness=1.0, replica_rate=math.inf, scorer_rate=None, scored_most=None)
             slowness = max(slowness, speed(self.layout, self.pool, alone) / window.written_rate)
         self._slowness[self.layout.width] = slowness
 
@@ -347,6 +349,8 @@ def speed(layout: Layout, pool: Pool, window: Window) -> float:
         parts.append(0.0)
     if window.scorer_rate is not None:
         parts.append((pool.core_scorers + layout.scorers) * window.scorer_rate)
+    if window.scored_most is not None:
+        parts.append(window.scored_most)
     return max(1e-9, min(parts))
 
 

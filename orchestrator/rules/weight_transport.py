@@ -80,6 +80,16 @@ def why_unreached(ready: EngineReady, transport: str, *, trainer: str) -> str | 
     return None
 
 
+def why_not_ranks(transport: str, num_ranks: int) -> str | None:
+    """Say why no engine of so many ranks takes policies that travel by `transport`; None where one does. Those of one rank take any."""
+    if num_ranks == 1 or transport not in BETWEEN_DEVICES:
+        return None
+    return (
+        f"policies travel by {transport}, and what fetches them for {num_ranks} ranks of an engine has no device. Start, or resume, the run"
+        " with weights.transport=shared_memory, gloo or files, which engines of one and of several ranks take together"
+    )
+
+
 def _shortest(*, is_apart: bool, device_transports: Collection[str]) -> str:
     between_devices, between_hosts = ("nccl", "gloo") if is_apart else ("cuda_ipc", "shared_memory")
     return between_devices if between_devices in device_transports else between_hosts

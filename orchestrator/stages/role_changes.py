@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from orchestrator.observe.progress import Progress
 from orchestrator.peers.engines import Engines
 from orchestrator.peers.prm import Prm
+from orchestrator.peers.reward_model import RewardModel
 from orchestrator.rules.admission import ENGINES_FULL
 from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word
@@ -44,8 +45,10 @@ class RoleChanges:
     rule: RoleOrders
     window: RoleWindow
     engines: Engines
-    prm: Prm | None
-    """The process reward model whose engines change, too; None where none do."""
+    scoring: Prm | RewardModel | None
+    """The model that scores and whose engines, or processes, change, too; None where none do."""
+    others: tuple[Prm | RewardModel, ...]
+    """Models that score on devices which do not change by themselves."""
     change: TrainerChange
     training: Training
     progress: Progress
@@ -53,7 +56,7 @@ class RoleChanges:
     journal: Journal
     folder: ScaleFolder
     engines_of_unit: int
-    prms_of_unit: int
+    scorers_of_unit: int
     drain_s: float
     """Seconds that engines which leave may take to end what they have."""
     missing_s: float
@@ -101,7 +104,8 @@ class RoleChanges:
         elif boundary is not None and window.began is None:
             window.begin(boundary)
         elif boundary is not None and window.seconds(boundary.now_s) >= WINDOW_SWITCHES * seconds.switch_s:
-            found = window.window(boundary, engines_of_unit=self.engines_of_unit, prms_of_unit=self.prms_of_unit)
+            of_unit = {"engines_of_unit": self.engines_of_unit, "scorers_of_unit": self.scorers_of_unit}
+            found = window.window(boundary, **of_unit, others=[len(list(model)) for model in self.others])
             if found is None or (decision := self.rule.plan(seen, *found, slots=window.slots, room=window.profile.room)) is None:
                 return None
             window.begin(boundary)
@@ -112,21 +116,29 @@ class RoleChanges:
     def _seen(self) -> Seen:
         record, membership = self.change.record, self.engines.membership
         is_settled = record.phase is Phase.SETTLED
-        prm = None if self.prm is None else self.prm.membership
         missing, has_trainer = membership.missing(), self.training.session.is_whole
-        has_prm = prm is None or not prm.missing()
+        has_scorers = not any(model.membership.missing() for model in self._models)
         return Seen(
-            wanted=Orders(membership.num_wanted, record.wanted, prm.num_wanted if prm else 0),
+            wanted=Orders(membership.num_wanted, record.wanted, *self._wanted_scorers),
             num_given_up=membership.num_given_up,
             is_settled=is_settled,
             is_away=record.phase is Phase.STARTING,
-            is_whole=is_settled and has_trainer and has_prm and not missing,
-            is_short=has_trainer and has_prm and all(member.state is State.LOST for member in missing),
+            is_whole=is_settled and has_trainer and has_scorers and not missing,
+            is_short=has_trainer and has_scorers and all(member.state is State.LOST for member in missing),
             step=self.training.steps.num_booked,
             now_s=_now_s(),
             reason=membership.record().refused or record.reason,
             given_up=self._given_up,
         )
+
+    @property
+    def _models(self) -> tuple[Prm | RewardModel, ...]:
+        """All models that score."""
+        return (*([] if self.scoring is None else [self.scoring]), *self.others)
+
+    @property
+    def _wanted_scorers(self) -> tuple[int, str]:
+        return (0, "") if self.scoring is None else (self.scoring.membership.num_wanted, self.scoring.membership.kind)
 
     def _give_up_missing(self) -> None:
         """Do without the spares that have been missing for too long while nothing changes."""
@@ -143,10 +155,11 @@ class RoleChanges:
             membership.give_up_absent(f"it has not come within {self.missing_s:g} s")
 
     def _silence_s(self, now_s: float) -> float:
-        """Return for how long the most silent of engines and trainer was not heard of."""
+        """Return for how long the most silent of engines, trainer and the scorer of reward models was not heard of."""
         session = self.training.session
         trainer_s = [session.trainer.silence_s(f"trainer-{replica}") for replica in session.replicas]
-        return max(*trainer_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s), 0.0)
+        models_s = [model.silence_s(now_s) for model in self._models if isinstance(model, RewardModel)]
+        return max(*trainer_s, *models_s, self.window.silence_s((engine.engine_id for engine in self.engines), now_s=now_s), 0.0)
 
     def _note_start(self, seen: Seen) -> None:
         """Note how long everybody took to load, once they are there: who follows an orchestrator may find them at work."""
@@ -170,9 +183,10 @@ class RoleChanges:
     def _counts(self) -> Counts:
         waits = ((name.partition(": "), seconds) for name, seconds in self.watch.all_waited_s().items())
         held_s = sum(seconds for (stage, _, what), seconds in waits if stage == "generation" and what not in _NOT_HELD)
-        scored_s = None if self.prm is None else (load.busy_s if (load := self.prm.load()) else 0.0)
+        scored_s = None if self.scoring is None else self.scoring.busy_s()
+        others_s = tuple(model.busy_s() for model in self.others)
         sampled, trained = self.engines.num_tokens, self.progress.num_trained_tokens
-        return Counts(now_s=_now_s(), sampled=sampled, trained=trained, held_s=held_s, scored_s=scored_s)
+        return Counts(now_s=_now_s(), sampled=sampled, trained=trained, held_s=held_s, scored_s=scored_s, others_s=others_s)
 
     # --- what is told ---
 
@@ -196,10 +210,11 @@ class RoleChanges:
             epoch=self.rule.roles.epoch,
             engines=decision.now.engines,
             trainer=decision.now.trainer,
-            prm=decision.now.prm,
+            scorers=decision.now.scorers,
+            scored_by=decision.now.scored_by,
             engines_then=decision.then.engines,
             trainer_then=decision.then.trainer,
-            prm_then=decision.then.prm,
+            scorers_then=decision.then.scorers,
             reason=decision.reason,
             **figures,
         )

@@ -1,5 +1,5 @@
-"""Beside the stages of every run: engines join and leave while it goes on, those of the process reward model too, and the trainer gets
-other ranks (`pipelinerl scale`).
+"""Beside the stages of every run: engines join and leave while it goes on, those of the process reward model too, and processes of
+reward models, and the trainer gets other ranks (`pipelinerl scale`).
 """
 
 from __future__ import annotations
@@ -7,21 +7,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 
 import msgspec
 
 from orchestrator.peers.adaptive_concurrency import RunningLimit
 from orchestrator.peers.engines import Engine, Engines
 from orchestrator.peers.prm import Prm, PrmEngine
+from orchestrator.peers.reward_model import ModelProcess, RewardModel
+from orchestrator.rules.engine_widths import EngineWidths
 from orchestrator.rules.membership import Membership
 from orchestrator.stages.role_changes import RoleChanges
 from orchestrator.stages.trainer_restart import TrainerRestart
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, PeerGone
 from pipelinerl.observe.journal import Journal
-from pipelinerl.runtime.membership import Kind, ScaleFolder, ScaleRequest, State
+from pipelinerl.runtime.membership import Kind, ScaleFolder, ScaleRequest, State, is_reward
 from pipelinerl.runtime.stage import Signal
 from pipelinerl.runtime.trainer_ranks import Phase
 
+Part = Engines | Prm | RewardModel
+"""What has members that join and leave."""
 MOVE_S = 30.0
 """Seconds in which an engine that leaves has to end its sequences so that they move: a pass and a swap, no more. What takes longer begins
 anew.
@@ -32,17 +37,18 @@ LOOK_EVERY_S = 0.5
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scaling:
-    """Carries out what `rules.membership` decides. An engine that is to leave gets no new work and ends what it has; what it has not ended
-    after the time that was given to it goes on in others, with its tokens where it can move (`EngineAttempts.may_move`), else from
-    its prompt. Whichever way, it is then told to end, and no rollout of it is lost. An engine of the process reward model gets no new
-    traces; what it has not ended in time begins anew in others.
+    """Carries out what `rules.membership` and `rules.engine_widths` decide. An engine that is to leave gets no new work and ends what it
+    has; what it has not ended after the time that was given to it goes on in others, with its tokens where it can move
+    (`EngineAttempts.may_move`), else from its prompt. Whichever way, it is then told to end, and no rollout of it is lost. An engine of the
+    process reward model gets no new traces; what it has not ended in time begins anew in others. A process of a reward model is ended by
+    its scorer, which asks others for what it had.
 
     takes     ScaleRequest and the word of those who start engines that some are gone, as files; orders of elastic roles, where they are on
     gives     Members and TrainerRanks, as files, which those who start processes read; Stop, to engines that leave
     waits for an engine that leaves to answer what it has, for as long as the request allows; the trainer (`stages.trainer_restart`)
     woken by  engines that answer, the trainer, and the clock
-    fails     PeerSilent, where no trainer starts any more after a change of its ranks. A request that cannot be carried out is answered
-              with the reason, a damaged file is named once in the journal
+    fails     PeerGone, where the last engine does not start any more; PeerSilent, where no trainer does after a change of its ranks. A
+              request that cannot be carried out is answered with the reason, a damaged file is named once in the journal
     ends      cancelled, when the run ends
     """
 
@@ -52,6 +58,7 @@ class Scaling:
     engines: Engines
     prm: Prm | None
     """None in a run without a process reward model."""
+    rewards: tuple[RewardModel, ...] = ()
     limit: RunningLimit
     credits: Signal
     """Set with every answer of an engine."""
@@ -59,10 +66,19 @@ class Scaling:
     trainer: TrainerRestart
     roles: RoleChanges | None = None
     """What asks by itself, besides those who ask by file; None where nothing does."""
+    ready_s: float = math.inf
+    """Seconds in which engines of another width that the launcher starts have to come, before the run has those of before again."""
+    _widths: EngineWidths = dataclasses.field(init=False)
+    _awaited: set[int] = dataclasses.field(default_factory=set, init=False)
+    """Engines of another width that have not come."""
+    _awaited_since_s: float = dataclasses.field(default=0.0, init=False)
     _tasks: asyncio.TaskGroup | None = dataclasses.field(default=None, init=False)
     """What changes that take a while run in; None before the stage runs."""
     _damage: str = dataclasses.field(default="", init=False)
     """What was said last of a damaged file, which stays as it is."""
+
+    def __post_init__(self) -> None:
+        self._widths = EngineWidths(self.membership)
 
     async def run(self) -> None:
         self._publish()
@@ -107,6 +123,8 @@ class Scaling:
             for part in self._parts:
                 for engine_id, reason in self.folder.take_gone(part.membership.kind).items():
                     part.lost(engine_id, reason)
+                    self._check_last(part.membership, engine_id, reason)
+            self._follow_width(tasks)
             self.trainer.look()
             self._carry_out(tasks)
             self._follow_roles(self.roles, tasks)
@@ -115,6 +133,11 @@ class Scaling:
                 self._damage = str(error)
                 self.journal.write("scale", refused=self._damage)
         self._tell()
+
+    def _check_last(self, membership: Membership, engine_id: int, reason: str) -> None:
+        """End the run where nobody is left to take the place of an engine that does not start. Raises `PeerGone` with its words."""
+        if membership.is_last(engine_id):
+            raise PeerGone(f"{membership.kind} {engine_id}, the last of the run, will not serve any more: {reason}")
 
     def _carry_out(self, tasks: asyncio.TaskGroup) -> None:
         asked = self.folder.asked()
@@ -128,25 +151,29 @@ class Scaling:
         if roles is None or (orders := roles.look()) is None:
             return
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
-        asked = {"engines": orders.engines, "prm": orders.prm or None, "trainer": orders.trainer}
+        prm = orders.scorers if orders.scored_by == Kind.PRM else None
+        rewards = {orders.scored_by: orders.scorers} if is_reward(orders.scored_by) else {}
+        asked = {"engines": orders.engines, "prm": prm, "rewards": rewards, "trainer": orders.trainer}
         request = ScaleRequest(request_id=number, drain_s=roles.drain_s, **asked)
         self._scale(request, tasks, keeps_places=True)  # where it is refused, the next look sees that nothing of it was carried out
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, keeps_places: bool = False) -> None:
         """Have engines join or leave, and the trainer change, or refuse all of the request. See `Membership.scale` of `keeps_places`."""
-        change, numbers = self.trainer.change, {kind: number for kind in Kind if (number := asked.number_of(kind)) is not None}
-        before = {str(part.membership.kind): part.membership.num_wanted for part in self._parts if part.membership.kind in numbers}
+        change, parts = self.trainer.change, {part.membership.kind: part for part in self._parts}
+        numbers = {kind: number for kind in parts if (number := asked.number_of(kind)) is not None}
+        before = {kind: parts[kind].membership.num_wanted for kind in numbers}
         ranks = asked.trainer if asked.trainer != change.record.wanted else None
-        why_not = self._why_not_prm(asked) or (None if ranks is None else change.why_not(ranks))
-        leaving: dict[Engines | Prm, list[int]] = {self.engines: self.membership.scale(asked, refused=why_not, keeps_places=keeps_places)}
+        why_not = self._why_not_scorers(asked) or (None if ranks is None else change.why_not(ranks)) or self._why_not_together(asked)
+        leaving: dict[Part, list[int]] = {self.engines: self.membership.scale(asked, refused=why_not, keeps_places=keeps_places)}
         record = self.membership.record()
-        if self.prm is not None and not record.refused:
-            leaving[self.prm] = self.prm.membership.scale(asked)
+        leaving |= {part: part.membership.scale(asked) for part in self._parts[1:] if not record.refused}
         self.journal.write(
             "scale",
             engines=asked.engines,
             prm=asked.prm,
+            rewards=asked.rewards,
             trainer=asked.trainer,
+            tensor_parallel_size=asked.tensor_parallel_size,
             drain_s=asked.drain_s,
             started_by=asked.started_by,
             refused=record.refused,
@@ -160,19 +187,43 @@ class Scaling:
             self._have_leave(part, engine_ids, asked, tasks)
         self._publish()
 
-    def _have_leave(self, part: Engines | Prm, engine_ids: list[int], asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
+    def _have_leave(self, part: Part, engine_ids: list[int], asked: ScaleRequest, tasks: asyncio.TaskGroup) -> None:
         """Have engines of one kind leave, and those that are to stay after all go on."""
         membership = part.membership
         for engine in list(part):
             if engine.leaves_for and membership.state(engine.engine_id) is State.LIVE:
                 part.leave(engine.engine_id, "")
-        for engine_id in engine_ids:
-            if (engine := part.find(engine_id)) is not None:
-                part.leave(engine_id, f"{membership.kind}={asked.number_of(membership.kind)} was asked for")
-                tasks.create_task(self._drain(part, engine, drain_s=asked.drain_s))
+        reason = f"{membership.kind}={asked.number_of(membership.kind)} was asked for"
+        self._drain_all(part, engine_ids, reason, asked.drain_s, tasks)
         for member in membership.record().members:  # those that have not come are not waited for
             if member.state is State.LEFT and part.find(member.engine_id) is not None:
                 part.dismiss(member.engine_id, member.reason)
+
+    def _drain_all(self, part: Part, engine_ids: list[int], reason: str, drain_s: float, tasks: asyncio.TaskGroup) -> None:
+        for engine_id in engine_ids:
+            if (engine := part.find(engine_id)) is not None:
+                part.leave(engine_id, reason)
+                tasks.create_task(self._drain(part, engine, drain_s=drain_s))
+
+    def _follow_width(self, tasks: asyncio.TaskGroup) -> None:
+        """Have engines of another width leave once those that were asked for serve, or need their GPUs; have them back where none does."""
+        membership, now_s = self.membership, asyncio.get_running_loop().time()
+        before = membership.before
+        self._tell()  # who has come, before who leaves for them
+        awaited = self._widths.awaited()
+        if awaited != self._awaited or membership.is_draining():  # they may wait for what others are to leave
+            self._awaited, self._awaited_since_s = awaited, now_s
+        elif now_s - self._awaited_since_s > self.ready_s:
+            for engine_id in awaited:
+                self.engines.lost(engine_id, f"it has not come within {self.ready_s:g} s")
+        leaving = [*self._widths.replace(), *(one for short in self.folder.take_no_room() for one in self._widths.make_room(short))]
+        if self._widths.has_failed:
+            self._scale(self._widths.go_back(), tasks)
+            membership.before = None  # there is nothing else to go back to
+        elif leaving:
+            self._drain_all(self.engines, leaving, self._widths.reason, membership.drain_s, tasks)
+        if membership.before != before:
+            self._publish()
 
     async def _change_trainer(self, tasks: asyncio.TaskGroup) -> None:
         """Change the trainer's ranks once engines that leave have left."""
@@ -191,25 +242,43 @@ class Scaling:
         if not (back := self.trainer.change.engines_back):
             return
         newest = self.membership.record().request_id
-        self._scale(ScaleRequest(request_id=newest + 1, engines=back.get(Kind.ENGINES), prm=back.get(Kind.PRM)), tasks, keeps_places=True)
-        self.trainer.keep_engines(list(Kind))
+        rewards = {kind: number for kind, number in back.items() if is_reward(kind)}
+        request = ScaleRequest(request_id=newest + 1, engines=back.get(Kind.ENGINES), prm=back.get(Kind.PRM), rewards=rewards)
+        self._scale(request, tasks, keeps_places=True)
+        self.trainer.keep_engines(list(back))
         self._tell()
 
-    def _why_not_prm(self, asked: ScaleRequest) -> str | None:
-        """Say why the process reward model cannot have the engines that are asked for; None where it can."""
-        if asked.prm is None:
-            return None
-        if self.prm is None:
+    def _why_not_scorers(self, asked: ScaleRequest) -> str | None:
+        """Say why models that score cannot have what is asked for; None where they can."""
+        if asked.prm is not None and self.prm is None:
             return f"prm={asked.prm}: this run has no process reward model"
-        return self.prm.membership.why_not(asked.prm)
+        if unknown := asked.rewards.keys() - {part.membership.kind for part in self.rewards}:
+            return f"{min(unknown)}={asked.rewards[min(unknown)]}: this run has no such reward model"
+        found = ((part.membership, asked.number_of(part.membership.kind)) for part in self._parts[1:])
+        return next((why for one, number in found if number is not None and (why := one.why_not(number)) is not None), None)
 
-    async def _drain(self, part: Engines | Prm, engine: Engine | PrmEngine, *, drain_s: float) -> None:
+    def _why_not_together(self, asked: ScaleRequest) -> str | None:
+        """Say why engines of another width cannot come while something else changes, nor the other way round: either may need what the
+        other is to leave. None where nothing is in the way."""
+        change, membership = self.trainer.change, self.membership
+        has_others = asked.prm is not None or bool(asked.rewards) or asked.trainer not in (None, change.record.wanted)
+        if asked.tensor_parallel_size not in (None, membership.tensor_parallel_size):
+            if has_others:
+                return f"tensor_parallel_size={asked.tensor_parallel_size}: ask for prm=, reward= and trainer= before or after it"
+            if change.record.phase is not Phase.SETTLED:
+                return f"tensor_parallel_size={asked.tensor_parallel_size}: the trainer changes its ranks; ask again once it has"
+        elif has_others and self._widths.is_changing:
+            size = membership.tensor_parallel_size
+            return f"engines get tensor_parallel_size={size}; ask for prm=, reward= and trainer= again once they have"
+        return None
+
+    async def _drain(self, part: Part, engine: Engine | PrmEngine | ModelProcess, *, drain_s: float) -> None:
         def is_leaving() -> bool:
             return part.serves(engine) and part.membership.state(engine.engine_id) is State.DRAINING
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                while engine.num_outstanding and is_leaving():
+                while engine.is_busy and is_leaving():
                     await self.credits.wait()
         held = engine.num_outstanding
         if isinstance(engine, Engine) and is_leaving():
@@ -238,8 +307,8 @@ class Scaling:
         return self.engines.serves(engine) and self.membership.state(engine.engine_id) is State.DRAINING
 
     @property
-    def _parts(self) -> tuple[Engines | Prm, ...]:
-        return (self.engines,) if self.prm is None else (self.engines, self.prm)
+    def _parts(self) -> tuple[Part, ...]:
+        return (self.engines, *([] if self.prm is None else [self.prm]), *self.rewards)
 
     def _tell(self) -> None:
         """Say in the journal and in the folder what has changed."""
@@ -247,7 +316,15 @@ class Scaling:
         if not news:
             return
         for kind, one in news:
-            self.journal.write("member", engine_id=one.engine_id, of=kind, state=one.state, started_by=one.started_by, reason=one.reason)
+            self.journal.write(
+                "member",
+                engine_id=one.engine_id,
+                of=kind,
+                state=one.state,
+                started_by=one.started_by,
+                reason=one.reason,
+                tensor_parallel_size=one.tensor_parallel_size,
+            )
         self._publish()
         for part in self._parts:
             part.changed.set()
@@ -255,4 +332,5 @@ class Scaling:
 
     def _publish(self) -> None:
         prm = None if self.prm is None else self.prm.membership.record()
-        self.folder.publish(msgspec.structs.replace(self.membership.record(), prm=prm))
+        rewards = {part.membership.kind: part.membership.record() for part in self.rewards}
+        self.folder.publish(msgspec.structs.replace(self.membership.record(), prm=prm, rewards=rewards))

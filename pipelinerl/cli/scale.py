@@ -1,4 +1,4 @@
-"""`pipelinerl scale`: engines join and leave a live run, those of its process reward model too, and its trainer gets other ranks."""
+"""`pipelinerl scale`: engines, processes of models that score and trainer ranks join and leave a live run."""
 
 from __future__ import annotations
 
@@ -22,23 +22,28 @@ commands = typer.Typer()
 @commands.command(rich_help_panel=PANEL)
 def scale(
     run_folder: RunFolder,
-    wanted: Annotated[list[str] | None, typer.Argument(metavar="[engines=N] [prm=N] [trainer=N]", help="without: what there is")] = None,
+    wanted: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[engines=N] [prm=N] [reward=N] [trainer=N] [tensor_parallel_size=N]", help="without: what there is"),
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="seconds that engines which leave may take to end what they have")] = 60.0,
     elsewhere: Annotated[bool, typer.Option("--elsewhere", help="another machine, or job, is to start those that join")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="of a run under Slurm: hand the jobs of those that join to sbatch")] = False,
 ) -> None:
-    """Have engines join a live run, or leave it, until it has N; or have its process reward model, or its trainer, go on with N.
+    """Have engines join a live run, or leave it, until it has N; or have a model that scores, or its trainer, go on with N.
 
         pipelinerl scale runs/run-20260101-120000 engines=4
         pipelinerl scale runs/run-20260101-120000 engines=1 --drain-s 300
         pipelinerl scale runs/run-20260101-120000 engines=2 trainer=2
         pipelinerl scale runs/run-20260101-120000 engines=2 prm=2
+        pipelinerl scale runs/run-20260101-120000 engines=1 tensor_parallel_size=2
+        pipelinerl scale runs/run-20260101-120000 engines=2 reward=2
 
     Those that join begin on this run's machine; of a run under Slurm a job is written, and submitted with --submit. Those that leave take
     no new work; what they have not ended after --drain-s seconds goes on in others, with its tokens. The trainer saves between two steps
     and starts anew, on devices that are free then.
     """
-    from pipelinerl.config.file import load_run
+    from pipelinerl.config.file import load_run, with_tensor_parallel
     from pipelinerl.launch import scaling
     from pipelinerl.launch.slurm import engines as jobs
     from pipelinerl.launch.slurm.submit import submit as hand_over
@@ -62,7 +67,9 @@ def scale(
     waiting = [one for one in found.members if one.state is State.JOINING and one.request_id == found.request_id]
     joining = [one.engine_id for one in waiting if one.started_by is StartedBy.JOB]
     if joining and is_slurm and not elsewhere:
-        for script in jobs.prepare(load_run(run_folder), run_folder, joining, python=sys.executable):
+        config = load_run(run_folder)
+        config = config if found.tensor_parallel_size is None else with_tensor_parallel(config, found.tensor_parallel_size)
+        for script in jobs.prepare(config, run_folder, joining, python=sys.executable):
             console.print(f"script: {escape(str(script))}", soft_wrap=True)
             if submit:
                 console.print(f"job: {hand_over(script)}")
@@ -72,17 +79,20 @@ def scale(
 
 
 def _table(found: Members, what: str) -> Table:
+    has_width = found.tensor_parallel_size is not None
     table = Table(
         what,
         "is",
+        *(["tensor_parallel_size"] if has_width else []),
         "started by",
         "why",
-        title=f"{found.num_wanted} {what}{'s' * (found.num_wanted != 1)} asked for",
+        title=f"{found.num_wanted} {what}{('es' if what.endswith('ss') else 's') * (found.num_wanted != 1)} asked for",
         title_justify="left",
         box=None,
     )
     for one in found.members:
-        table.add_row(str(one.engine_id), one.state, one.started_by, escape(one.reason))
+        width = [str(one.tensor_parallel_size)] if has_width else []
+        table.add_row(str(one.engine_id), one.state, *width, one.started_by, escape(one.reason))
     return table
 
 
@@ -94,5 +104,7 @@ def _tell(run_folder: Path, found: Members) -> None:
     console.print(_table(found, "engine"))
     if found.prm is not None:
         console.print(_table(found.prm, "PRM engine"))
+    for kind, record in found.rewards.items():
+        console.print(_table(record, f"{kind} process"))
     if (record := ScaleFolder(run_folder).trainer()) is not None:
         console.print(escape(read(TrainerRanksRow, msgspec.structs.asdict(record)).words), soft_wrap=True, highlight=False)

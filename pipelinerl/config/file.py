@@ -17,7 +17,7 @@ import pydantic
 
 from pipelinerl.config import Config, Section
 from pipelinerl.config.backends import check_model
-from pipelinerl.config.layout import check_layout
+from pipelinerl.config.layout import ModelShape, check_layout
 from pipelinerl.config.renamed import renamed, renamed_value
 from pipelinerl.config.validation import no_quantised_engine, problems_between_sections
 from pipelinerl.errors import ConfigError
@@ -71,6 +71,18 @@ def with_ranks(config: Config, ranks: int) -> Config:
     changed = parse(tree, origin=f"with {ranks} ranks of the trainer", for_run=False)
     check_layout(changed.trainer.layout, changed.model.path)
     check_model(changed.trainer.backend, changed.trainer.layout, changed.model.path)
+    return changed
+
+
+def with_tensor_parallel(config: Config, size: int) -> Config:
+    """The same settings with another `engine.options.tensor_parallel_size`. Raises `ConfigError` where no engine could serve so."""
+    if size == config.engine.num_ranks // config.engine.num_stages:
+        return config
+    tree = config.model_dump(mode="json")
+    tree["engine"]["options"]["tensor_parallel_size"] = size
+    changed = parse(tree, origin=f"with engine.options.tensor_parallel_size={size}", for_run=False)
+    if changed.engine.kind == "vllm" and size > 1 and (num_heads := ModelShape.read(changed.model.path).num_heads) % size:
+        raise ConfigError(f"the {num_heads} attention heads of {changed.model.path} are not divided by {size}. Ask for a divisor of them")
     return changed
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.config.layout import Layout
 from pipelinerl.config.modes import Mode, Placement
-from pipelinerl.config.scoring import PrmSection
+from pipelinerl.config.scoring import PrmSection, RewardSection
 from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, TrainerSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
+from pipelinerl.runtime.membership import Kind, reward_kind
 
 
 def why_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker: TinkerSection | None) -> str | None:
@@ -32,10 +33,17 @@ def why_trainer_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker
     return why_fixed(pipeline, weights, tinker)
 
 
+def why_width_fixed(pipeline: PipelineSection) -> str | None:
+    """Say why a run's engines keep their `tensor_parallel_size`, where they may join and leave; None where they need not."""
+    if pipeline.elastic:
+        return "pipeline.elastic is true, whose units of devices hold engines of one size. Start, or resume, the run without it"
+    return None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The devices of a run that change between engines, trainer ranks and engines of the process reward model as a whole: as few as hold
-    whole engines and whole copies of the trainer's model.
+    """The devices of a run that change between engines, trainer ranks and a model that scores as a whole: as few as hold whole engines and
+    whole copies of the trainer's model.
     """
 
     devices: int
@@ -46,10 +54,12 @@ class Units:
     """Ranks that the trainer keeps in any case."""
     ranks_per_replica: int
     """Ranks that work on a row together."""
-    prms: int = 0
-    """Engines of the process reward model that a unit holds; 0 where there is none, or a unit would not be filled by whole ones."""
-    core_prms: int = 0
-    """Engines of the process reward model that stay in any case."""
+    scored_by: str = ""
+    """What scores on devices that change, too: `prm`, or the key of a reward model's section; empty where nothing does."""
+    scorers: int = 0
+    """Engines, or processes, of it that a unit holds."""
+    core_scorers: int = 0
+    """Of these, those that stay in any case."""
 
     @property
     def replicas(self) -> float:
@@ -57,18 +67,30 @@ class Units:
         return self.devices / self.ranks_per_replica
 
 
-def units_of(engine: EngineSection, layout: Layout, prm: PrmSection | None = None) -> Units:
-    """Return the units of a run with such engines, a trainer that begins in this layout, and a process reward model, where it has one."""
+def scoring_of(prm: PrmSection, rewards: Sequence[RewardSection]) -> dict[str, tuple[int, int]]:
+    """Return the models that score on devices: how many engines or processes the run begins with, and the ranks of one."""
+    found = {} if prm.path is None else {str(Kind.PRM): (prm.count, prm.num_ranks)}
+    models = {reward_kind(index): reward for index, reward in enumerate(rewards) if reward.model is not None}
+    return found | {kind: (reward.concurrency or 1, 1) for kind, reward in models.items()}
+
+
+def units_of(engine: EngineSection, layout: Layout, scoring: Mapping[str, tuple[int, int]] | None = None) -> Units:
+    """Return the units of a run with such engines, a trainer that begins in this layout, and models that score (`scoring_of`). Of several
+    such models none changes: their rates say of each alone how fast it is, and not for which of them a device would do most. Nor does one
+    whose ranks fill no unit.
+    """
     copy = layout.ranks_per_replica * layout.shard
     devices = math.lcm(engine.num_ranks, copy)
-    prms = 0 if prm is None or prm.path is None or devices % prm.num_ranks else devices // prm.num_ranks
+    scored_by, (count, num_ranks) = next(iter(scoring.items())) if scoring is not None and len(scoring) == 1 else ("", (0, 1))
+    scorers = 0 if not scored_by or devices % num_ranks else devices // num_ranks
     return Units(
         devices=devices,
         engines=devices // engine.num_ranks,
         core_ranks=layout.ranks - devices * ((layout.ranks - 1) // devices),
         ranks_per_replica=layout.ranks_per_replica,
-        prms=prms,
-        core_prms=prm.count - prms * ((prm.count - 1) // prms) if prm is not None and prms else 0,
+        scored_by=scored_by if scorers else "",
+        scorers=scorers,
+        core_scorers=count - scorers * ((count - 1) // scorers) if scorers else 0,
     )
 
 

@@ -31,7 +31,8 @@ class RewardSection(Section):
         {}, description="further arguments of every call, by name; they go before columns of the row. Of a model: vLLM engine arguments"
     )
     concurrency: PositiveInt | None = Field(
-        None, description="calls at once, in slots of its own; default: the slots all functions share. Of a model: its processes; default 1"
+        None,
+        description="calls at once, in slots of its own; default: the slots all functions share. Of a model: first processes; default 1",
     )
     per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
     retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")
@@ -44,6 +45,11 @@ class RewardSection(Section):
     def reference(self) -> str:
         """The function's `path:name`, or the model's folder."""
         return str(self.model) if self.function is None else self.function
+
+    @property
+    def most(self) -> int:
+        """Processes of a model that a live run may come to have."""
+        return max(8, 2 * (self.concurrency or 1))
 
 
 class EnvironmentSection(Section):

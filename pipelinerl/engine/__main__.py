@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.config.file import load_run
+from pipelinerl.config.file import load_run, with_tensor_parallel
 from pipelinerl.engine.environment import make_private_folder, set_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.runtime import early, startup
@@ -40,11 +40,14 @@ def main() -> None:
     parser.add_argument("--elsewhere", help="K/N: part of the engines that the run leaves to other jobs (engine.elsewhere)")
     parser.add_argument("--ids", help="engines that have joined the live run, with commas")
     parser.add_argument("--started-by", type=StartedBy, help="who starts those: launcher or job")
+    parser.add_argument("--tensor-parallel-size", type=int, help="of those; default: that of the settings")
     parser.add_argument("--gpus", action="append", default=[], help="UUIDs of the GPUs of one engine, with commas; once for each engine")
     arguments = parser.parse_args(early.arguments(lambda settings: _prepare(Config.model_validate_json(settings))))
     run_folder = arguments.run_folder
     with crash_report(run_folder, _name_of(arguments.part, arguments.elsewhere, arguments.ids)):
         config = load_run(run_folder)
+        if arguments.tensor_parallel_size is not None:
+            config = with_tensor_parallel(config, arguments.tensor_parallel_size)
         _prepare(config)
         make_private_folder()
         engine_ids = engines_of(
@@ -140,7 +143,8 @@ class _Parent:
             self._fork(engine, wait_s=0.0)
 
     def _is_own(self, engine_id: int) -> bool:
-        return is_own(self._run_folder, engine_id, self._started_by)
+        size = self._config.engine.num_ranks // self._config.engine.num_stages
+        return is_own(self._run_folder, engine_id, self._started_by, tensor_parallel_size=size)
 
     def _fork(self, engine: str, *, wait_s: float | None) -> None:
         """`wait_s`: a replacement waits so long before it loads."""
@@ -192,7 +196,11 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
     if config.engine.kind == "fake":
         from pipelinerl.engine.fake import FakeEngine
 
-        engine = FakeEngine(max_model_tokens=config.model.max_tokens or 4096, max_running=config.engine.max_running)
+        engine = FakeEngine(
+            max_model_tokens=config.model.max_tokens or 4096,
+            max_running=config.engine.max_running,
+            tensor_parallel_size=config.engine.num_ranks // config.engine.num_stages,
+        )
     else:
         from pipelinerl.engine.vllm.engine import VllmEngine
         from pipelinerl.weights.adapters import choose_adapters

@@ -33,6 +33,8 @@ class Limits:
     """Tokens that the KV cache holds; None where nothing bounds them."""
     transports: tuple[str, ...] = ()
     """Transports between devices by which policies could reach it."""
+    tensor_parallel_size: int = 1
+    """Its ranks that share every matrix."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,13 @@ class FakeEngine:
     `max_tokens`.
     """
 
-    def __init__(self, *, max_model_tokens: int, max_running: int, mean_tokens: int = 32, vocabulary: int = 1000) -> None:
-        self.limits = Limits(max_model_tokens=max_model_tokens, max_running=max_running, tensors=())
+    def __init__(
+        self, *, max_model_tokens: int, max_running: int, mean_tokens: int = 32, vocabulary: int = 1000, tensor_parallel_size: int = 1
+    ) -> None:
+        """`tensor_parallel_size` is what it says to have; it is one process whatever that is."""
+        self.limits = Limits(
+            max_model_tokens=max_model_tokens, max_running=max_running, tensors=(), tensor_parallel_size=tensor_parallel_size
+        )
         self._mean_tokens = mean_tokens
         self._vocabulary = vocabulary
         self._requests: dict[str, tuple[Generate, int, int]] = {}

@@ -122,8 +122,7 @@ class EngineLoop:
             self._drop(rollout_id)  # what another engine wrote of it was with the orchestrator that is gone
         self._withheld = [one for one in (*self._withheld, *self.outbox) if isinstance(one, Completion) and not one.num_written]
         self.outbox.clear()
-        self._orphans = set(self._running)
-        running = {rollout_id: running.request.attempt for rollout_id, running in self._running.items()}
+        self._orphans = set(running := {rollout_id: one.request.attempt for rollout_id, one in self._running.items()})
         limits = self._engine.limits
         return EngineReady(
             engine_id=self._engine_id,
@@ -135,6 +134,7 @@ class EngineLoop:
             machine=machine_id(),
             transports=limits.transports,
             kv_tokens=limits.kv_tokens,
+            tensor_parallel_size=limits.tensor_parallel_size,
             version=self.version,
             rollback_epoch=self.rollback_epoch,
             running={completion.rollout_id: completion.attempt for completion in self._withheld} | running,

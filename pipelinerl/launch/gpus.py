@@ -18,7 +18,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import Role
 from pipelinerl.rewards.calls import component_names
 from pipelinerl.runtime.devices import Gpu, named, said
-from pipelinerl.runtime.membership import Kind
+from pipelinerl.runtime.membership import Kind, reward_kind
 from pipelinerl.runtime.parts import engines_of, share_of
 
 ENGINES, REWARDS, TRAINER = "engines", "scorer-0", "trainer"
@@ -89,15 +89,22 @@ def place(config: Config, roles: Sequence[Role], gpus: Sequence[Gpu], *, is_alon
 
 
 def place_joined(
-    config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[tuple[Kind, int]] = ()
+    config: Config,
+    role: Role,
+    others: Iterable[Role],
+    gpus: Sequence[Gpu],
+    *,
+    gone: Collection[tuple[str, int]] = (),
+    dealt: Collection[str] = (),
 ) -> Role:
     """Deal engines that join a live run what its other processes on this machine leave; engines that are `gone` leave what they had.
+    `dealt` are UUIDs that processes of reward models have which have joined.
 
     Raises `ConfigError` where it is too little.
     """
     if role.kind == Kind.PRM and config.prm.path is None:
         return role
-    free = _free(others, gpus, gone=gone)
+    free = _free(config, others, gpus, gone=gone, dealt=dealt)
     if gpus and not free and not config.engine.shares_gpus:
         do = "Have an engine leave in the same call: engines=N" if role.kind == Kind.PRM else "Have another machine start them: --elsewhere"
         raise ConfigError(f"every GPU of this machine is taken by the run: {said(gpus)}. {do}")
@@ -107,14 +114,39 @@ def place_joined(
     return placed
 
 
+def place_reward_process(
+    config: Config,
+    others: Iterable[Role],
+    gpus: Sequence[Gpu],
+    *,
+    gone: Collection[tuple[str, int]] = (),
+    dealt: Collection[str] = (),
+) -> str:
+    """Return the UUID of the GPU for a process of a reward model that joins; empty on a machine without any. See `place_joined`.
+
+    Raises `ConfigError` where none is free.
+    """
+    free = _free(config, others, gpus, gone=gone, dealt=dealt)
+    if gpus and not free and not config.engine.shares_gpus:
+        raise ConfigError(f"every GPU of this machine is taken by the run: {said(gpus)}. Have an engine leave in the same call: engines=N")
+    return next((gpu.uuid for gpu in (*free, *gpus)), "")
+
+
 def place_trainer(
-    config: Config, role: Role, others: Iterable[Role], gpus: Sequence[Gpu], *, ranks: int, gone: Collection[tuple[Kind, int]] = ()
+    config: Config,
+    role: Role,
+    others: Iterable[Role],
+    gpus: Sequence[Gpu],
+    *,
+    ranks: int,
+    gone: Collection[tuple[str, int]] = (),
+    dealt: Collection[str] = (),
 ) -> Role:
     """Deal a live run's trainer of so many ranks what the run's other processes on this machine leave, first what `trainer.gpus` names.
 
     Raises `ConfigError` where it is too little.
     """
-    free = _free(others, gpus, gone=gone)
+    free = _free(config, others, gpus, gone=gone, dealt=dealt)
     if gpus and len(free) < ranks and not config.engine.shares_gpus:
         raise ConfigError(
             f"a trainer of {ranks} ranks needs as many GPUs of this machine, and the run's other processes leave {len(free)} of"
@@ -129,12 +161,16 @@ def place_trainer(
     return placed
 
 
-def _free(others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[tuple[Kind, int]]) -> list[Gpu]:
-    """The GPUs that no process has. Each engine's are an option of its process, in the order of its engines."""
-    taken: set[str] = set()
+def _free(
+    config: Config, others: Iterable[Role], gpus: Sequence[Gpu], *, gone: Collection[tuple[str, int]], dealt: Collection[str]
+) -> list[Gpu]:
+    """The GPUs that no process has. Each engine's are an option of its process, in the order of its engines, and those of reward models
+    are options of the scorer."""
+    taken = set(dealt)
     for other in others:
         groups = [value for option, value in itertools.pairwise(other.command) if option == "--gpus"]
-        owners = [(other.kind, engine_id) for engine_id in other.engine_ids]
+        is_scorer = other.name == REWARDS
+        owners = list(_reward_processes(config)) if is_scorer else [(str(other.kind), engine_id) for engine_id in other.engine_ids]
         left = [len(owners) == len(groups) and owner in gone for owner in owners] or [False] * len(groups)
         taken |= {uuid for group, is_free in zip(groups, left, strict=False) if not is_free for uuid in group.split(",")}
     return [gpu for gpu in gpus if gpu.uuid not in taken]
@@ -224,9 +260,15 @@ def _names(config: Config) -> dict[str, tuple[int | str, ...]]:
 def _reward_models(config: Config) -> Iterator[str]:
     """Yield a name for each process of each reward model, in the order in which a scorer takes their GPUs."""
     names = component_names([reward.reference for reward in config.reward])
-    for reward, name in zip(config.reward, names, strict=True):
+    kinds = {reward_kind(index): name for index, name in enumerate(names)}
+    return (f"reward-{kinds[kind]}-{number}" for kind, number in _reward_processes(config))
+
+
+def _reward_processes(config: Config) -> Iterator[tuple[str, int]]:
+    """Yield the kind and the number of each process of a reward model that the run begins with, in the same order."""
+    for index, reward in enumerate(config.reward):
         if reward.model is not None:
-            yield from (f"reward-{name}-{slot}" for slot in range(reward.concurrency or 1))
+            yield from ((reward_kind(index), number) for number in range(reward.concurrency or 1))
 
 
 def _arguments(groups: Sequence[Sequence[Gpu]]) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.config.file import load_run
+from pipelinerl.config.file import load_run, with_tensor_parallel
 from pipelinerl.errors import ConfigError, PeerGone, PeerSilent
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.roles import Role, engines_elsewhere, joined_engines
@@ -34,7 +35,10 @@ def joining_engines(run_folder: Path, part: str, ids: str | None = None) -> tupl
     """
     config = load_run(run_folder)
     if ids is not None:
-        return config, joined_engines(run_folder, _asked_for(run_folder, ids), started_by=StartedBy.JOB)
+        engine_ids = _asked_for(run_folder, ids)
+        size = _width_of(run_folder, engine_ids)
+        role = joined_engines(run_folder, engine_ids, started_by=StartedBy.JOB, tensor_parallel_size=size)
+        return config if size is None else with_tensor_parallel(config, size), role
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count) <= max(1, config.engine.elsewhere)):
         raise ConfigError(
@@ -62,6 +66,18 @@ def _asked_for(run_folder: Path, ids: str) -> list[int]:
             f" `pipelinerl scale {run_folder} engines=N --elsewhere` lets engines join"
         )
     return found
+
+
+def _width_of(run_folder: Path, engine_ids: Sequence[int]) -> int | None:
+    """The `tensor_parallel_size` of engines that one process starts. Raises `ConfigError` where they differ."""
+    folder = ScaleFolder(run_folder)
+    sizes = {engine_id: folder.tensor_parallel_size(engine_id) for engine_id in engine_ids}
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{engine_id}: {size}" for engine_id, size in sizes.items())
+        raise ConfigError(
+            f"--ids: these engines have different tensor_parallel_size ({said}). Start those of each in a command of their own"
+        )
+    return next(iter(sizes.values()))
 
 
 async def join(run_folder: Path, part: str, ids: str | None = None) -> None:

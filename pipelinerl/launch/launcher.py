@@ -28,7 +28,7 @@ from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.launch.trainer_starts import TrainerStarts
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
-from pipelinerl.runtime.membership import Kind, ScaleFolder, StartedBy, State
+from pipelinerl.runtime.membership import Kind, Member, ScaleFolder, StartedBy, State
 from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
 from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.runtime.trainer_ranks import Phase
@@ -53,10 +53,11 @@ class Launcher:
         lease: Lease | None = None,
         early: EarlyProcesses | None = None,
         is_orchestrator: bool = False,
-        joined: Callable[[Kind, int, Iterable[Role]], Role] | None = None,
+        joined: Callable[[str, Member, Iterable[Role]], Role | None] | None = None,
         trainers: TrainerStarts | None = None,
     ) -> None:
-        """`joined` makes the role of an engine that joins, on what the other roles leave of this machine; None where none join here.
+        """`joined` makes the role of an engine that joins, on what the other roles leave of this machine; None where none join here. It
+        returns None where another process starts what joins.
         `trainers` says which trainer is started; None where it is always the one of `roles`.
 
         `lease` is this process's hold on the folder, which it renews; the run ends at once where another launcher has taken over.
@@ -75,7 +76,7 @@ class Launcher:
         self._joined = joined
         self._trainers = trainers
         self._scale = ScaleFolder(run_folder)
-        self._begun: set[tuple[Kind, int, int]] = set()
+        self._begun: set[tuple[str, int, int]] = set()
         """(kind, engine, request) of those that have joined."""
         self._lease = lease
         self._lost: LeaseError | None = None
@@ -319,22 +320,27 @@ class Launcher:
         if (trainer := self._scale.trainer()) is not None and trainer.phase is not Phase.SETTLED:
             return  # they may be meant for what the trainer is to leave
         found = self._scale.members()
-        if found is None or (found.prm is not None and self._scale.with_state(State.DRAINING)):
-            return  # an engine of one kind may be meant for what one of the other is to leave
-        records = ((kind, record) for kind in Kind if (record := found.of(kind)) is not None)
-        for kind, member in ((kind, member) for kind, record in records for member in record.members):
+        if found is None or (len(found.by_kind()) > 1 and self._scale.with_state(State.DRAINING)):
+            return  # an engine of one kind may be meant for what one of another is to leave
+        for kind, member in ((kind, member) for kind, record in found.by_kind().items() for member in record.members):
             is_ours = (member.started_by, member.state) == (StartedBy.LAUNCHER, State.JOINING)
             begun = (kind, member.engine_id, member.request_id)
             if not is_ours or begun in self._begun:
                 continue
             running = [role for name, role in self._roles.items() if self._processes.is_running(name)]
             try:
-                role = self._joined(kind, member.engine_id, running)
+                role = self._joined(kind, member, running)
             except ConfigError as error:
+                if kind == Kind.ENGINES and found.has_of_another_width(member):  # these have the GPUs, and are to leave
+                    if not self._scale.with_state(State.DRAINING):
+                        self._scale.tell_no_room(member.engine_id, str(error))
+                    continue
                 self._begun.add(begun)
                 self._tell_gone(kind, [member.engine_id], str(error))
                 continue
-            if role.name not in self._running:  # the one that had its number before has ended
+            if role is None:
+                self._begun.add(begun)
+            elif role.name not in self._running:  # the one that had its number before has ended
                 self._begun.add(begun)
                 self._roles[role.name] = role
                 note(self._run_folder, f"{role.name} joins the run")
@@ -347,10 +353,13 @@ class Launcher:
         return self._roles[failed].is_spare and self._first != failed and not self._is_overdue
 
     def _has_left(self, name: str) -> bool:
-        """Return whether all engines of a process have left the run, as they were asked to."""
+        """Return whether all engines of a process have left the run, as they were asked to, or others have their numbers since."""
         role = self._roles[name]
         own = {(role.kind, engine_id) for engine_id in role.engine_ids}
-        return bool(own) and self._scale.with_state(State.LEFT) >= own
+        found = self._scale.members()
+        members = () if found is None or (record := found.of(role.kind)) is None else record.members
+        others = {(role.kind, one.engine_id) for one in members if one.request_id and not role.is_spare}
+        return bool(own) and self._scale.with_state(State.LEFT) | others >= own
 
     def _give_up(self, failed: str) -> None:
         """Go on without engines that have joined and failed, or with the trainer of before: whose place it was to take says why."""
@@ -363,7 +372,7 @@ class Launcher:
             role = self._roles[failed]
             self._tell_gone(role.kind, role.engine_ids, reason.partition("\n")[0])
 
-    def _tell_gone(self, kind: Kind, engine_ids: Sequence[int], reason: str) -> None:
+    def _tell_gone(self, kind: str, engine_ids: Sequence[int], reason: str) -> None:
         note(self._run_folder, f"the run goes on without {kind} {', '.join(map(str, engine_ids))}: {reason}")
         self._scale.tell_gone(engine_ids, reason, kind)
 

@@ -103,10 +103,12 @@ def engines_elsewhere(config: Config, run_folder: Path, part: str) -> Role:
     return Role(name=name, command=command, has_nothing_to_save=True, engine_ids=tuple(engine_ids))
 
 
-def joined_engines(run_folder: Path, engine_ids: Sequence[int], *, started_by: StartedBy) -> Role:
-    """Engines that join a live run."""
+def joined_engines(run_folder: Path, engine_ids: Sequence[int], *, started_by: StartedBy, tensor_parallel_size: int | None = None) -> Role:
+    """Engines that join a live run, with a `tensor_parallel_size` of their own, or the settings'."""
     ids = ",".join(map(str, engine_ids))
-    command = (sys.executable, "-m", "pipelinerl.engine", "--run-folder", str(run_folder), "--ids", ids, "--started-by", started_by)
+    size = () if tensor_parallel_size is None else ("--tensor-parallel-size", str(tensor_parallel_size))
+    run = ("--run-folder", str(run_folder), "--ids", ids, "--started-by", started_by, *size)
+    command = (sys.executable, "-m", "pipelinerl.engine", *run)
     name = f"engines-joined-{engine_ids[0]}"
     return Role(name=name, command=command, has_nothing_to_save=True, is_spare=True, engine_ids=tuple(engine_ids))
 

@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipelinerl.config import Config
-from pipelinerl.launch.gpus import place_joined
+from pipelinerl.config.file import with_tensor_parallel
+from pipelinerl.launch.gpus import place_joined, place_reward_process
 from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, joined_engines, prm_engine
-from pipelinerl.launch.trainer_starts import gone_engines, starts_of
+from pipelinerl.launch.trainer_starts import dealt_gpus, gone_engines, starts_of
 from pipelinerl.runtime.devices import usable_gpus
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import Lease
-from pipelinerl.runtime.membership import Kind, StartedBy
+from pipelinerl.runtime.membership import DealtGpu, DealtGpus, Kind, Member, ScaleFolder, StartedBy, is_reward
 from pipelinerl.runtime.restarts import Restarts
 
 
@@ -28,6 +29,8 @@ def launcher_of(
     is_orchestrator: bool = False,
 ) -> Launcher:
     """Return the launcher of a run, with what its settings allow it. One with a `lease` starts engines that join the run later, too."""
+    if lease is not None:
+        ScaleFolder(run_folder).forget_dealt()  # whom a launcher before this one had dealt a GPU is dealt another
     return Launcher(
         roles,
         run_folder,
@@ -41,10 +44,19 @@ def launcher_of(
     )
 
 
-def _joined(config: Config, run_folder: Path, kind: Kind, engine_id: int, others: Iterable[Role]) -> Role:
-    """The role of an engine that joins a run on this machine. Raises `ConfigError` where there is no GPU for it."""
-    if kind is Kind.PRM:
+def _joined(config: Config, run_folder: Path, kind: str, member: Member, others: Iterable[Role]) -> Role | None:
+    """The role of an engine that joins a run on this machine; None for a process of a reward model, which the scorer starts once it was
+    dealt a GPU. Raises `ConfigError` where there is no GPU for it."""
+    gone, dealt, engine_id = gone_engines(run_folder), dealt_gpus(run_folder), member.engine_id
+    if is_reward(kind):
+        gpu = place_reward_process(config, others, usable_gpus(), gone=gone, dealt=dealt.values())
+        new = DealtGpu(kind=kind, number=engine_id, request_id=member.request_id, gpu=gpu)
+        ScaleFolder(run_folder).deal(DealtGpus(dealt=(*dealt, new)))
+        return None
+    if kind == Kind.PRM:
         role = prm_engine(run_folder, engine_id, started_by=StartedBy.LAUNCHER)
     else:
-        role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER)
-    return place_joined(config, role, others, usable_gpus(), gone=gone_engines(run_folder))
+        size = member.tensor_parallel_size
+        role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER, tensor_parallel_size=size)
+        config = config if size is None else with_tensor_parallel(config, size)
+    return place_joined(config, role, others, usable_gpus(), gone=gone, dealt=dealt.values())

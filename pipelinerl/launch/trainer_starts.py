@@ -11,7 +11,7 @@ from pipelinerl.config.file import with_ranks
 from pipelinerl.launch.gpus import place_trainer
 from pipelinerl.launch.roles import TRAINER, Role, trainer_of
 from pipelinerl.runtime.devices import usable_gpus
-from pipelinerl.runtime.membership import Kind, ScaleFolder, State
+from pipelinerl.runtime.membership import DealtGpu, ScaleFolder, State
 from pipelinerl.runtime.process import note
 from pipelinerl.runtime.trainer_ranks import Phase, TrainerRanks
 
@@ -19,9 +19,22 @@ END_S = 60.0
 """Seconds in which a trainer that has saved has to end, before it is killed. Shorter cuts off large models being written."""
 
 
-def gone_engines(run_folder: Path) -> frozenset[tuple[Kind, int]]:
+def gone_engines(run_folder: Path) -> frozenset[tuple[str, int]]:
     """The engines that have left or are lost: what they had is free, whichever process they belonged to."""
     return ScaleFolder(run_folder).with_state(State.LEFT, State.LOST)
+
+
+def dealt_gpus(run_folder: Path) -> dict[DealtGpu, str]:
+    """The GPUs of processes of reward models that have joined and are still there, or about to be."""
+    folder = ScaleFolder(run_folder)
+    found = folder.members()
+    there = {
+        (kind, one.engine_id, one.request_id)
+        for kind, record in (found.rewards.items() if found is not None else ())
+        for one in record.members
+        if one.state not in (State.LEFT, State.LOST)
+    }
+    return {one: one.gpu for one in folder.dealt().dealt if (one.kind, one.number, one.request_id) in there}
 
 
 class TrainerStarts:
@@ -45,7 +58,8 @@ class TrainerStarts:
         if record is None or (is_first and record.ranks == record.configured):
             return given
         role = trainer_of(with_ranks(self._config, record.ranks), self._run_folder)
-        return place_trainer(self._config, role, others, usable_gpus(), ranks=record.ranks, gone=gone_engines(self._run_folder))
+        leave = {"gone": gone_engines(self._run_folder), "dealt": dealt_gpus(self._run_folder).values()}
+        return place_trainer(self._config, role, others, usable_gpus(), ranks=record.ranks, **leave)
 
     def is_due(self) -> bool:
         """Return whether another trainer is to be started once the present one has ended."""

@@ -101,6 +101,8 @@ from pipelinerl.messages.scorer import Observation as Observation
 from pipelinerl.messages.scorer import Request as Request
 from pipelinerl.messages.scorer import RequestKind as RequestKind
 from pipelinerl.messages.scorer import Result as Result
+from pipelinerl.messages.scorer import RewardModelLoad as RewardModelLoad
+from pipelinerl.messages.scorer import RewardProcess as RewardProcess
 from pipelinerl.messages.scorer import ScorerLoad as ScorerLoad
 from pipelinerl.messages.scorer import ScorerReady as ScorerReady
 from pipelinerl.messages.scorer import ScorerTask as ScorerTask

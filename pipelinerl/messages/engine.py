@@ -224,6 +224,8 @@ class EngineReady(Message, frozen=True):
     """Rollouts that an orchestrator which is gone had asked for. The engine goes on with them, and answers those that `Reattach` names."""
     kv_tokens: int | None = None
     """Tokens that the KV cache holds; None where the engine has no such bound."""
+    tensor_parallel_size: int = 1
+    """Ranks of the engine that share every matrix."""
 
 
 class Reattach(Message, frozen=True):

@@ -70,6 +70,30 @@ class FunctionFailed(Message, frozen=True):
     """Number of all calls of the function so far."""
 
 
+class RewardProcess(Message, frozen=True):
+    """A process of a reward model, as its scorer has it."""
+
+    brought_by: Id
+    """Number of the request that brought it, in digits: it may be larger than any gauge; 0 of those that the run began with."""
+    is_loaded: bool
+    """It has loaded the model."""
+    is_closed: bool = False
+    """It is to leave, and gets no more calls."""
+    num_held: int = 0
+    """Calls that it has."""
+    failed: Text = ""
+    """Why it has not loaded the model, and is given up; empty of one that is there."""
+
+
+class RewardModelLoad(Message, frozen=True):
+    """What a scorer has of one reward model."""
+
+    processes: Annotated[dict[int, RewardProcess], msgspec.Meta(max_length=1 << 16)]
+    """By their numbers, from 0."""
+    busy_s: float
+    """Seconds in which processes of it have scored since the scorer started, summed over them."""
+
+
 class ScorerLoad(Message, frozen=True):
     """A scorer's gauges, sent every second; also its sign of life."""
 
@@ -80,6 +104,8 @@ class ScorerLoad(Message, frozen=True):
     """Seconds of reward calls since the scorer started, summed over slots."""
     functions: Annotated[dict[Id, FunctionLoad], msgspec.Meta(max_length=4096)] = msgspec.field(default_factory=dict)
     """Statistics by function name; functions that were not called yet are missing."""
+    models: Annotated[dict[Id, RewardModelLoad], msgspec.Meta(max_length=4096)] = msgspec.field(default_factory=dict)
+    """By the key of its section, for example `reward.1`."""
 
 
 class Turns(Message, frozen=True):

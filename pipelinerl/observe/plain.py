@@ -41,7 +41,7 @@ class PlainLines:
         """Note what is news in these lines of the journal."""
         for line in lines:
             if line["t"] >= self.began and (words := self._news_of(line)) is not None:
-                self._news.append(f"{line['t'] - self.began:.0f} s: {words}" if self.began else words)
+                self._news.append(self._timed(line["t"], words))
 
     def due(self, state: RunState) -> str | None:
         """A line for the log where enough steps were done since the last one, else None."""
@@ -61,8 +61,11 @@ class PlainLines:
             self._told_at, self._quiet_s = now, QUIET_S
         elif now - self._told_at >= self._quiet_s and state.end_reason is None:
             self._told_at, self._quiet_s = now, min(2 * self._quiet_s, LONGEST_QUIET_S)
-            due.append(f"{now - self.began:.0f} s: {waiting_words(state, now=now, began=self.began)}")
+            due.append(self._timed(now, waiting_words(state, now=now, began=self.began)))
         return due
+
+    def _timed(self, t: float, words: str) -> str:
+        return f"{t - self.began:.0f} s: {words}" if self.began else words
 
     def _news_of(self, line: Line) -> str | None:
         match line["kind"], rows.row_of(line):
@@ -74,13 +77,15 @@ class PlainLines:
                 return f"engine {line.get('engine_id')} is gone"
             case "scale", _:
                 refused = line.get("refused")
-                wanted = " ".join(f"{name}={line[name]}" for name in ("engines", "trainer") if line.get(name) is not None)
+                names = ("engines", "prm", "trainer", "tensor_parallel_size")
+                counts = {name: line.get(name) for name in names} | rows.numbers(line.get("rewards"))
+                wanted = " ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
                 return f"{wanted} is asked for" + (f", and refused: {refused}" if refused else "")
             case _, rows.TrainerRanksRow() as trainer if trainer.epoch:
                 return trainer.words
             case _, rows.RolesRow() as roles if roles.is_news:
                 return roles.words
-            case _, rows.MemberRow() as member if member.state != "live":  # of those that are, `joined` tells
+            case _, rows.MemberRow() as member if (member.of, member.state) != ("engines", "live"):  # of these, `joined` tells
                 return f"{member.name} is {member.state}".replace("is left", "has left") + f": {member.reason}".rstrip(": ")
             case "trainer", _:
                 return "the trainer is ready"
@@ -92,6 +97,8 @@ class PlainLines:
                 return f"the evaluation of version {line.get('version')} was dropped: {line.get('error')}"
             case _, Alarm() as alarm:
                 return f"alarm over: {alarm.name}" if alarm.is_over else f"ALARM {alarm}. {alarm.change}"
+            case "step", _ if (line.get("trainer") or {}).get("policies_skipped"):
+                return "a policy found no room, so engines go on with an earlier one; logs/trainer.log says where"
             case "mismatch", _:
                 return f"step {line.get('step')}: {line.get('words')}"
             case _, rows.FunctionErrorRow() as error if self._is_first(error.key):

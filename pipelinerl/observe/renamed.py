@@ -24,6 +24,7 @@ FIELDS = {
     "step": {"set_aside_groups": "filtered_groups", "let_through_groups": "unfiltered_groups", "engines_differ": "engine_mismatch"},
     "sample": {"fate": "status", "steps": "step_scores"},
     "load": PRM,
+    "roles": {"prm": "scorers", "prm_then": "scorers_then"},
     **{kind: {"identity": "rollouts"} for kind in ("status", "end")},
     **{kind: {"lineage": "rollback_epoch", "slot": "buffer"} for kind in ("joined", "trainer", "policy", "staged", "swap", "refused")},
 }

@@ -10,6 +10,7 @@ from pipelinerl.messages import ToScorer
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.server import Server
 from pipelinerl.runtime import startup
+from pipelinerl.runtime.membership import ScaleFolder
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -29,7 +30,8 @@ def main() -> None:
         startup.write(journal)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)
         try:
-            Server(config, link=link, journal=journal, scorer_id=arguments.index, gpus=arguments.gpus).run()
+            scale = ScaleFolder(arguments.run_folder)
+            Server(config, link=link, journal=journal, scorer_id=arguments.index, gpus=arguments.gpus, scale=scale).run()
         finally:
             link.close()
             journal.close()

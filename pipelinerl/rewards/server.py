@@ -13,6 +13,7 @@ from pipelinerl.errors import PeerGone
 from pipelinerl.messages import CancelRequest, EndEpisode, Failed, Message, Request, ScorerLoad, ScorerReady, Stop
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.pool.pools import RewardPools
+from pipelinerl.runtime.membership import ScaleFolder
 from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
@@ -32,15 +33,19 @@ class Server:
     ends        on `Stop`: calls under way are killed, requests without an answer are dropped
     """
 
-    def __init__(self, config: Config, *, link: Link, journal: Journal, scorer_id: int, gpus: Sequence[str] = ()) -> None:
-        """Take the UUIDs of the `gpus` that reward models were dealt, in the order of `launch.gpus`."""
+    def __init__(
+        self, config: Config, *, link: Link, journal: Journal, scorer_id: int, gpus: Sequence[str] = (), scale: ScaleFolder | None = None
+    ) -> None:
+        """Take the UUIDs of the `gpus` that reward models were dealt, in the order of `launch.gpus`, and `scale`, where the run says how
+        many processes these have.
+        """
         self._link = link
         self._journal = journal
         self._scorer_id = scorer_id
         self._num_scored = 0
         self._is_stopped = False
         self._next_load_at = time.monotonic()
-        self._pools = RewardPools(config, journal=journal, name=f"scorer-{scorer_id}", gpus=gpus)
+        self._pools = RewardPools(config, journal=journal, name=f"scorer-{scorer_id}", gpus=gpus, scale=scale)
 
     def run(self) -> None:
         """Serve until `Stop`. An error is reported to the orchestrator before it ends this process, except `PeerGone`, the loss of the fork
@@ -74,6 +79,10 @@ class Server:
         self._link.send(*scored, *self._pools.news())
         self._num_scored += len(scored)
         if time.monotonic() >= self._next_load_at:
+            self._next_load_at = time.monotonic() + LOAD_EVERY_S
+            self._pools.follow()
+            self._report()
+        elif self._pools.has_process_news:
             self._report()
         has_news = False
         while not self._is_stopped and (message := self._link.receive(0)) is not None:
@@ -94,15 +103,13 @@ class Server:
                 self._is_stopped = True
 
     def _report(self) -> None:
-        self._next_load_at = time.monotonic() + LOAD_EVERY_S
-        loads = self._pools.functions()
-        functions = {name: msgspec.structs.asdict(each) for name, each in loads.items()}
         load = ScorerLoad(
             scorer_id=self._scorer_id,
             num_running=self._pools.num_running,
             num_scored=self._num_scored,
             busy_s=self._pools.total_busy_s(),
-            functions=loads,
+            functions=self._pools.functions(),
+            models=self._pools.models(),
         )
-        self._journal.write("load", **msgspec.structs.asdict(load) | {"functions": functions})
+        self._journal.write("load", **{name: msgspec.to_builtins(getattr(load, name)) for name in load.__struct_fields__})
         self._link.send(load)

@@ -10,7 +10,7 @@ import msgspec
 
 
 class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that is under way; orders count engines, trainer ranks and engines of the process reward model."""
+    """A change that is under way; orders count engines, trainer ranks and engines or processes of the model that scores."""
 
     before: tuple[int, int, int]
     saved_s: float

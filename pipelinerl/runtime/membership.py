@@ -2,7 +2,9 @@
 
 `request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
 it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` (of the process reward model's:
-`gone-prm-<engine>.json`) when they will not serve any more.
+`gone-prm-<engine>.json`) when they will not serve any more, and in `no-room-<engine>.json` when an engine of another width waits for GPUs.
+Processes of reward models have no peer of their own: the scorer starts and ends them as it reads here, each that joins once the launcher
+has dealt it a GPU (`reward-gpus.json`).
 `trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
 `elastic.json` is what the rule of elastic roles remembers (`elastic_roles`).
 """
@@ -40,6 +42,17 @@ FIRST_PRM = 1
 """The number of the process reward model's first engine: it comes after the scorer that runs reward functions."""
 
 
+def reward_kind(index: int) -> str:
+    """Return the kind of a reward model's processes: the key of its `[[reward]]` section, such as `reward.1`. Its processes run inside the
+    scorer, and are numbered from 0."""
+    return f"reward.{index}"
+
+
+def is_reward(kind: str) -> bool:
+    """Return whether members of a kind are processes of a reward model."""
+    return kind.startswith("reward.")
+
+
 class State(enum.StrEnum):
     """What an engine of a run is doing."""
 
@@ -74,8 +87,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     started_by: StartedBy
     request_id: int = 0
     """The request that brought it; 0 of those that the run began with."""
+    tensor_parallel_size: int | None = None
+    """Its ranks that share every matrix (`engine.options.tensor_parallel_size`); None of the process reward model's."""
     reason: str = ""
     """Why it leaves, has left or is lost, for a person to read."""
+
+
+class EnginesBefore(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run whose engines get another `tensor_parallel_size` had, and has again where none of the new ones comes to serve."""
+
+    num_wanted: int
+    tensor_parallel_size: int
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +110,14 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, lost ones that the run does without until they come again: no other engine takes their place."""
     count: int
     """`engine.count`, or `prm.count`, of the settings under which it was written: a run that goes on with another one begins anew."""
+    tensor_parallel_size: int | None = None
+    """That was asked for last: engines of another one leave as these come to serve. None of the process reward model's."""
+    configured: int | None = None
+    """`engine.options.tensor_parallel_size` of those settings: a run that goes on with another one begins anew, too."""
+    before: EnginesBefore | None = None
+    """None where no engine of another `tensor_parallel_size` is awaited."""
+    drain_s: float = 60.0
+    """What the request that asked for this one gives to engines which leave for it."""
     request_id: int = 0
     """The last request that was answered."""
     refused: str = ""
@@ -96,14 +126,27 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """The engines of the process reward model; None in a run without one. They are in the same file, so that nobody sees one that joins
     before the one whose device it is to have leaves.
     """
+    rewards: dict[str, Members] = {}
+    """The processes of reward models, by their kinds."""
 
-    def of(self, kind: Kind) -> Members | None:
-        """Return the engines of one kind."""
-        return self.prm if kind is Kind.PRM else self
+    def has_of_another_width(self, member: Member) -> bool:
+        """Return whether engines of another `tensor_parallel_size` than this one's have devices that it may be waiting for."""
+        there = [one for one in self.members if one.state in (State.JOINING, State.LIVE, State.DRAINING)]
+        return any(one.tensor_parallel_size != member.tensor_parallel_size for one in there)
+
+    def by_kind(self) -> dict[str, Members]:
+        """Return the members of each kind that the run has."""
+        prm = {} if self.prm is None else {str(Kind.PRM): self.prm}
+        return {str(Kind.ENGINES): self, **prm, **self.rewards}
+
+    def of(self, kind: str) -> Members | None:
+        """Return the members of one kind; None in a run without any."""
+        return self.by_kind().get(kind)
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The wish for a number of engines, of engines of the process reward model, of ranks of the trainer, or several of these."""
+    """The wish for a number of engines, of engines of the process reward model, of processes of reward models, of ranks of the trainer, or
+    several of these."""
 
     request_id: int
     """Larger than that of every request before it."""
@@ -111,16 +154,20 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """None: as many as there are."""
     prm: int | None = None
     """Engines of the process reward model; None: as many as there are."""
+    rewards: dict[str, int] = {}
+    """Processes of reward models by their kinds; of one that is not there: as many as there are."""
     trainer: int | None = None
     """Ranks of the trainer; None: as many as it has."""
+    tensor_parallel_size: int | None = None
+    """Of engines; None: that of now."""
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] = 60.0
     """Seconds that engines which leave may take to end what they have; then it goes on in others."""
     started_by: StartedBy = StartedBy.LAUNCHER
     """Who is to start those that come."""
 
-    def number_of(self, kind: Kind) -> int | None:
-        """Return the number of engines of one kind that is asked for; None: as many as there are."""
-        return self.prm if kind is Kind.PRM else self.engines
+    def number_of(self, kind: str) -> int | None:
+        """Return the number of one kind that is asked for; None: as many as there are."""
+        return {Kind.ENGINES: self.engines, Kind.PRM: self.prm, **self.rewards}.get(kind)
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,8 +176,24 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
 
 
-_GONE = {Kind.ENGINES: "gone-", Kind.PRM: "gone-prm-"}
-_T = TypeVar("_T", ScaleRequest, Members, Gone, TrainerRanks, TrainerFailed, RolesRecord)
+class DealtGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A process of a reward model that has joined may be started: who leaves in the same call has left."""
+
+    kind: str
+    number: int
+    request_id: int
+    """The request that brought it."""
+    gpu: str = ""
+    """UUID of its GPU; empty on a machine without any."""
+
+
+class DealtGpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the run's launcher has dealt to processes of reward models that have joined."""
+
+    dealt: Annotated[tuple[DealtGpu, ...], msgspec.Meta(max_length=MAX_ENGINES)] = ()
+
+
+_T = TypeVar("_T", ScaleRequest, Members, Gone, DealtGpus, TrainerRanks, TrainerFailed, RolesRecord)
 
 
 class ScaleFolder:
@@ -155,28 +218,56 @@ class ScaleFolder:
         """Return the engines of the run; None where no orchestrator has said which."""
         return self._read(self._folder / "engines.json", Members)
 
-    def with_state(self, *states: State) -> frozenset[tuple[Kind, int]]:
+    def with_state(self, *states: State) -> frozenset[tuple[str, int]]:
         """Return the engines of any kind that are in one of these states."""
         found = self.members()
-        records = [] if found is None else [(kind, record) for kind in Kind if (record := found.of(kind)) is not None]
-        return frozenset((kind, one.engine_id) for kind, record in records for one in record.members if one.state in states)
+        records = {} if found is None else found.by_kind()
+        return frozenset((kind, one.engine_id) for kind, record in records.items() for one in record.members if one.state in states)
 
-    def tell_gone(self, engine_ids: Iterable[int], reason: str, kind: Kind = Kind.ENGINES) -> None:
+    def deal(self, dealt: DealtGpus) -> None:
+        """Say which processes of reward models may be started, on which GPUs; the run's launcher alone does."""
+        self._write("reward-gpus.json", dealt)
+
+    def forget_dealt(self) -> None:
+        """Take back what was dealt: those who had it are gone."""
+        (self._folder / "reward-gpus.json").unlink(missing_ok=True)
+
+    def dealt(self) -> DealtGpus:
+        """Return what the run's launcher has dealt to processes of reward models."""
+        return self._read(self._folder / "reward-gpus.json", DealtGpus) or DealtGpus()
+
+    def tell_gone(self, engine_ids: Iterable[int], reason: str, kind: str = Kind.ENGINES) -> None:
         """Leave word that engines will not serve any more."""
         for engine_id in engine_ids:
-            self._write(f"{_GONE[kind]}{engine_id}.json", Gone(reason=reason))
+            self._write(f"{_gone(kind)}{engine_id}.json", Gone(reason=reason))
 
-    def take_gone(self, kind: Kind = Kind.ENGINES) -> dict[int, str]:
+    def take_gone(self, kind: str = Kind.ENGINES) -> dict[int, str]:
         """Return the engines of which word was left since the last call, each with the reason. A damaged one is an error once."""
         found = {}
-        for path in sorted(self._folder.glob(f"{_GONE[kind]}[0-9]*.json")):
+        for path in sorted(self._folder.glob(f"{_gone(kind)}[0-9]*.json")):
             try:
                 gone = self._read(path, Gone)
             finally:
                 path.unlink(missing_ok=True)
-            if gone is not None and (number := path.stem.removeprefix(_GONE[kind])).isdecimal():
+            if gone is not None and (number := path.stem.removeprefix(_gone(kind))).isdecimal():
                 found[int(number)] = gone.reason
         return found
+
+    def tell_no_room(self, engine_id: int, reason: str) -> None:
+        """Leave word that an engine of another width finds too few GPUs while those of before have them."""
+        self._write(f"no-room-{engine_id}.json", Gone(reason=reason))
+
+    def take_no_room(self) -> list[int]:
+        """Return the engines of which that was said since the last call."""
+        found = sorted(self._folder.glob("no-room-[0-9]*.json"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return [int(number) for path in found if (number := path.stem.removeprefix("no-room-")).isdecimal()]
+
+    def tensor_parallel_size(self, engine_id: int) -> int | None:
+        """Return that of an engine; None where no orchestrator has said one."""
+        found = self.members()
+        return next((one.tensor_parallel_size for one in found.members if one.engine_id == engine_id), None) if found is not None else None
 
     def publish_trainer(self, ranks: TrainerRanks) -> None:
         """Say how many ranks the trainer has; the orchestrator alone does."""
@@ -217,10 +308,20 @@ class ScaleFolder:
             raise ConfigError(f"{path} is not what this program writes there: {error}. Remove it") from None
 
 
-def is_own(run_folder: Path, engine_id: int, started_by: StartedBy, kind: Kind = Kind.ENGINES) -> bool:
-    """Return whether an engine is (still) to be started by whoever starts its kind; before the orchestrator has spoken it is."""
+def _gone(kind: str) -> str:
+    return "gone-" if kind == Kind.ENGINES else f"gone-{kind}-"
+
+
+def is_own(
+    run_folder: Path, engine_id: int, started_by: StartedBy, kind: str = Kind.ENGINES, *, tensor_parallel_size: int | None = None
+) -> bool:
+    """Return whether an engine is (still) to be started by whoever starts its kind, with this `tensor_parallel_size` (None: any); before
+    the orchestrator has spoken it is."""
     found = ScaleFolder(run_folder).members()
     members = None if found is None else found.of(kind)
     known = {member.engine_id: member for member in members.members} if members is not None else {}
     member = known.get(engine_id)
-    return member is None or (member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING))
+    if member is None:
+        return True
+    is_other = None not in (tensor_parallel_size, member.tensor_parallel_size) and tensor_parallel_size != member.tensor_parallel_size
+    return member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING) and not is_other

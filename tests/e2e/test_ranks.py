@@ -13,7 +13,7 @@ import pytest
 
 from pipelinerl.engine.loop import EngineLoop
 from pipelinerl.engine.staging import StagingThread
-from pipelinerl.messages import Completion, StageWeights, WeightsCommitted, WeightsRefused, WeightsStaged
+from pipelinerl.messages import Completion, StageWeights, Tensor, WeightsCommitted, WeightsRefused, WeightsStaged
 from pipelinerl.weights.shared_names import FOLDER
 from tests import processes
 from tests.e2e.test_adapters import (
@@ -125,8 +125,10 @@ def lose_a_rank(engine: VllmEngine, loop: EngineLoop, weights: Weights, *, while
     assert ended.value.code == -signal.SIGKILL
 
 
-def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weights, folder: Path) -> Completion:
-    """Swap policies under sequences that run in two ranks, refuse one, and take the last as changes: what that one samples."""
+def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weights, folder: Path) -> tuple[Completion, tuple[Tensor, ...]]:
+    """Swap policies under sequences that run in two ranks, refuse one, and take the last as changes: what that one samples, and the layout
+    that the engine asks for.
+    """
     from pipelinerl.config import WeightsSection
     from tests import real_engine
 
@@ -150,17 +152,19 @@ def swapped(options: dict[str, Any], *, first: Path, forced: Weights, last: Weig
         ask(loop, "last")
         found = finish(loop)["last"]
         lose_a_rank(engine, loop, last, while_it_stages="pipeline_parallel_size" in options)
-    return found
+    return found, engine.limits.tensors
 
 
 """
 """
 
 
-def whole(folder: Path) -> Completion:
+def whole(folder: Path, *, layout: tuple[Tensor, ...] | None = None) -> Completion:
+    """What one rank samples, which asks for the same layout: engines of both take the same policies."""
     from tests import real_engine
 
     with real_engine.vllm_engine(folder) as engine, StagingThread(engine) as stager:
+        assert layout in (None, engine.limits.tensors)
         loop = EngineLoop(engine, engine_id=0, stager=stager)
         ask(loop, "last")
         return finish(loop)["last"]
@@ -206,9 +210,9 @@ def test_two_ranks_take_every_policy_between_the_same_two_passes_and_each_its_pa
 
     forced, last = make(tmp_path / "first", 0), make(tmp_path / "last", 2)
     save_file(tiny_models.forcing(forced, forced_token(0)), tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
-    found = swapped(options, first=tmp_path / "first", forced=forced, last=last, folder=tmp_path)
+    found, layout = swapped(options, first=tmp_path / "first", forced=forced, last=last, folder=tmp_path)
     save_file(last, tmp_path / "last" / "model.safetensors", metadata={"format": "pt"})
-    assert_same(found, whole(tmp_path / "last"), name="after the swaps")
+    assert_same(found, whole(tmp_path / "last", layout=layout), name="after the swaps")
 
 
 def test_two_ranks_serve_versions_of_an_adapter_side_by_side(tmp_path: Path):

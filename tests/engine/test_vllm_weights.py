@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipelinerl.engine.vllm.experts import PLAIN_ON_DEVICE
-from pipelinerl.engine.vllm.weights import obstacles_of, plan_of
+from pipelinerl.engine.vllm.weights import obstacles_of, plan_of, plan_of_rank, whole_layout
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.base import num_bytes, views
 from pipelinerl.weights.swap import SwapMode, make_swap
@@ -234,3 +234,59 @@ def test_layers_that_compute_with_something_else_than_their_parameters_break_eve
     for mode in SwapMode:
         (reason,) = found[mode]
         assert reason == said
+
+
+# --- several ranks ask for the layout of one ---
+
+
+class Rank(torch.nn.Module):
+    """A rank of a model: its rows of `q`, `k` whole after them in one parameter, its columns of `o`, and two of four experts."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        self.rank, self.num_ranks = rank, num_ranks
+        self.fused = torch.nn.Parameter(torch.zeros(4 // num_ranks + 2, 24), requires_grad=False)
+        self.o = torch.nn.Parameter(torch.zeros(5, 4 // num_ranks), requires_grad=False)
+        self.experts = torch.nn.Parameter(torch.zeros(4 // num_ranks, 3, 3), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.zeros(7), requires_grad=False)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        rows = 4 // self.num_ranks
+        mine = slice(self.rank * rows, (self.rank + 1) * rows)
+        for name, tensor in weights:
+            match name:
+                case "q":
+                    self.fused[:rows].copy_(tensor[mine])
+                case "k":
+                    self.fused[rows:].copy_(tensor)
+                case "o":
+                    self.o.copy_(tensor[:, mine])
+                case "norm":
+                    self.norm.copy_(tensor)
+                case _ if mine.start <= (number := int(name.removeprefix("expert"))) < mine.stop:
+                    self.experts[number - mine.start].copy_(tensor)
+
+
+def test_two_ranks_ask_for_the_layout_that_one_asks_for(tmp_path: Path) -> None:
+    tensors = {"norm": torch.randn(7), "o": torch.randn(5, 4), "k": torch.randn(2, 24), "q": torch.randn(4, 24)}
+    tensors |= {f"expert{number}": torch.randn(3, 3) for number in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, one = plan_of(Rank(0, 1), folder=tmp_path)
+    assert [(tensor.name, tensor.offset_bytes) for tensor in one] == [
+        ("q", 0),
+        ("k", 384),
+        ("o", 768),
+        *((f"expert{number}", 1024 + 36 * number) for number in range(4)),
+        ("norm", 1280),
+    ]
+    plans = [plan_of_rank(Rank(rank, 2), folder=tmp_path) for rank in range(2)]
+    shapes, dtypes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, dict.fromkeys(tensors, "float32")
+    assert whole_layout([filled for _, _, filled in plans], shapes, dtypes) == one
+
+
+def test_stages_of_a_pipeline_ask_for_it_too_and_a_tensor_of_both_lies_where_the_first_has_it() -> None:
+    shapes = {"embed": (3, 4), "first": (2, 2), "second": (2, 2)}
+    found = whole_layout(
+        [{"embed": ["embed"], "a": ["first"]}, {"b": ["second"], "head": ["embed"]}], shapes, dict.fromkeys(shapes, "float32")
+    )
+    assert [(tensor.name, tensor.offset_bytes) for tensor in found] == [("embed", 0), ("first", 256), ("second", 512)]

@@ -9,22 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
+from pipelinerl.config.scoring import RewardSection
 from pipelinerl.engine.__main__ import _gpus_of
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.gpus import Placement, place, place_joined
+from pipelinerl.launch.gpus import Placement, place, place_joined, place_reward_process, place_trainer
 from pipelinerl.launch.node_roles import check_gpus
 from pipelinerl.launch.preflight import _gpus
 from pipelinerl.launch.roles import Role, joined_engines, prm_engine, roles_of
 from pipelinerl.launch.slurm.__main__ import supervisor_of
 from pipelinerl.launch.slurm.submit import prepare
+from pipelinerl.launch.trainer_starts import dealt_gpus
 from pipelinerl.runtime import devices
 from pipelinerl.runtime.devices import Gpu, found_gpus, show_first, usable_gpus
 from pipelinerl.runtime.findings import Level
-from pipelinerl.runtime.membership import Kind, StartedBy
+from pipelinerl.runtime.membership import DealtGpu, DealtGpus, Kind, Member, Members, ScaleFolder, StartedBy, State
 from tests.pretended import build_nvml, load_nvml
 from tests.processes import PATIENCE_S, program
 from tests.tiny_models import make_qwen2
@@ -94,6 +97,58 @@ def test_an_engines_gpu_is_dealt_to_the_process_reward_model_and_back(tmp_path: 
     assert back.command[-2:] == ("--gpus", some(4)[1].uuid)
     judged = settings(prm={"judge": {"url": "http://judge/v1", "model": "judge"}})
     assert place_joined(judged, joins, roles, some(4)) == joins, "a judge needs none"
+
+
+def test_an_engines_gpu_is_dealt_to_a_reward_model_and_back(tmp_path: Path) -> None:
+    """Of five GPUs engines have 0 and 1, two processes of reward.1 have 2 and 3, and the trainer 4."""
+    config = settings(engine={"count": 2}).model_copy(update={"reward": rewards("f.py:f", "orm", concurrency=2)})
+    roles, placement = place(config, roles_of(config, tmp_path), some(5))
+    assert indices(placement) == {"engine-0": [0], "engine-1": [1], "reward-orm-0": [2], "reward-orm-1": [3], "trainer": [4]}
+    with pytest.raises(ConfigError, match=r"every GPU of this machine is taken by the run: .*\. Have an engine leave in the same call"):
+        place_reward_process(config, roles, some(5))
+    gone = {(Kind.ENGINES, 1)}
+    given = place_reward_process(config, roles, some(5), gone=gone)
+    assert given == some(5)[1].uuid
+    again = joined_engines(tmp_path, [1], started_by=StartedBy.LAUNCHER)
+    with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
+        place_joined(config, again, roles, some(5), gone=gone, dealt=[given])
+    back = place_joined(config, again, roles, some(5), gone=gone)
+    assert back.command[-2:] == ("--gpus", given)
+    left = {*gone, ("reward.1", 0)}
+    assert place_joined(config, again, roles, some(5), gone=left, dealt=[given]).command[-1] == some(5)[2].uuid, "of one that it began with"
+    trainer = next(role for role in roles if role.name == "trainer")
+    others = [role for role in roles if role.name != "trainer"]
+    ranks = {"ranks": 2, "dealt": [given]}
+    with pytest.raises(ConfigError, match="leave 1 of 5"):
+        place_trainer(config, trainer, others, some(5), gone=gone, **ranks)
+    two = place_trainer(config, trainer, others, some(5), gone=left, **ranks)
+    assert two.command[-1] == f"{some(5)[2].uuid},{some(5)[4].uuid}"
+    assert place_reward_process(config, roles, ()) == "", "a machine without GPUs"
+    shared = settings(engine={"count": 2, "shares_gpus": True, "kv_cache_bytes": 1 << 30}).model_copy(update={"reward": config.reward})
+    assert place_reward_process(shared, roles, some(5)) == some(5)[0].uuid
+
+
+def rewards(*names: str, **keys: Any) -> tuple[RewardSection, ...]:
+    found = ({"function": name} if ":" in name else {"model": name, **keys} for name in names)
+    return tuple(RewardSection.model_validate(one) for one in found)
+
+
+def test_what_the_launcher_has_dealt_counts_as_long_as_that_process_is_there(tmp_path: Path) -> None:
+    folder = ScaleFolder(tmp_path)
+    there = DealtGpu(kind="reward.1", number=1, request_id=7, gpu="GPU-a")
+    folder.publish(Members(members=(), num_wanted=0, count=0))
+    folder.deal(DealtGpus(dealt=(there, DealtGpu(kind="reward.2", number=1, request_id=7, gpu="GPU-b"))))
+    assert dealt_gpus(tmp_path) == {}
+    for state, request_id, found in ((State.LIVE, 7, {there: "GPU-a"}), (State.DRAINING, 7, {there: "GPU-a"}), (State.LEFT, 7, {})):
+        member = Member(engine_id=1, state=state, started_by=StartedBy.LAUNCHER, request_id=request_id)
+        record = Members(members=(member,), num_wanted=1, count=1)
+        folder.publish(Members(members=(), num_wanted=0, count=0, rewards={"reward.1": record}))
+        assert dealt_gpus(tmp_path) == found
+    anew = msgspec.structs.replace(member, state=State.JOINING, request_id=8)
+    folder.publish(Members(members=(), num_wanted=0, count=0, rewards={"reward.1": msgspec.structs.replace(record, members=(anew,))}))
+    assert dealt_gpus(tmp_path) == {}, "another request has brought it, and what it had may be somebody's"
+    folder.forget_dealt()
+    assert folder.dealt() == DealtGpus()
 
 
 def test_each_process_of_a_reward_model_has_a_gpu_of_its_own_and_the_scorer_is_told_them_in_order():

@@ -89,10 +89,10 @@ def test_a_live_run_hands_an_engines_device_to_the_model_and_back_also_when_it_i
 
 
 def test_nobody_is_started_while_somebody_leaves_whose_device_may_be_meant_for_it(tmp_path: Path) -> None:
-    asked: list[tuple[Kind, int]] = []
+    asked: list[tuple[str, int]] = []
 
-    def joined(kind: Kind, engine_id: int, others: Iterable[Role]) -> Role:
-        asked.append((kind, engine_id))
+    def joined(kind: str, member: Member, others: Iterable[Role]) -> Role:
+        asked.append((kind, member.engine_id))
         raise ConfigError("no GPU")
 
     folder, (first, second) = ScaleFolder(tmp_path), (prm_engine(tmp_path, number, started_by=StartedBy.RUN) for number in (1, 2))

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config.file import load, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import scaling
+from pipelinerl.launch.gpus import place
+from pipelinerl.launch.joining import joining_engines
+from pipelinerl.launch.launcher import Launcher
+from pipelinerl.launch.roles import Role, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
+from pipelinerl.launch.run_launcher import _joined
 from pipelinerl.launch.slurm import engines as jobs
 from pipelinerl.observe.lines import read_journals
-from pipelinerl.runtime.membership import Member, Members, ScaleFolder, StartedBy, State, is_own
+from pipelinerl.runtime.devices import Gpu
+from pipelinerl.runtime.membership import Kind, Member, Members, ScaleFolder, StartedBy, State, is_own
 from scripts.chaos import victims
 from tests import processes
+from tests.sim.run import config
 
 PLUGINS = Path(__file__).parents[2] / "scripts" / "chaos" / "plugins.py"
 LAUNCHER = """
@@ -149,7 +159,7 @@ def test_what_cannot_be_asked_of_a_run_is_refused_by_name(tmp_path: Path) -> Non
     ("sections", "words", "started_by", "said"),
     [
         ({}, "prm=2", StartedBy.LAUNCHER, "prm=2: .* has no process reward model"),
-        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "prm=2: the run's own launcher starts the engines"),
+        ({"prm": {"path": "p"}}, "prm=2", StartedBy.JOB, "^prm=2: models that score have their processes on the machine"),
         ({"prm": {"path": "p"}}, "prm=0", StartedBy.LAUNCHER, "prm=0: expected 1 to 8, the most"),
         ({"prm": {"path": "p", "count": 6}}, "prm=13", StartedBy.LAUNCHER, "prm=13: expected 1 to 12, the most"),
         ({"prm": {"path": "p"}}, "prm=8", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
@@ -166,11 +176,187 @@ def test_what_a_process_reward_model_cannot_have_is_refused_by_name(
         scaling.check(tmp_path, wanted, drain_s=1.0, started_by=started_by)
 
 
+@pytest.mark.parametrize(
+    ("sections", "words", "said"),
+    [
+        ({}, ["tensor_parallel_size=0"], "tensor_parallel_size=0: expected 1 or more"),
+        ({}, ["tensor_parallel_size=2", "trainer=2"], "ask for prm=, reward= and trainer= before or after it"),
+        ({"pipeline": {"elastic": True}, "engine": {"count": 2}}, ["tensor_parallel_size=2"], "pipeline.elastic is true, whose units"),
+        (
+            {"weights": {"transport": "nccl"}},
+            ["tensor_parallel_size=2"],
+            'weights.transport is "nccl": .* Use shared_memory, files or gloo',
+        ),
+        ({"weights": {"transport": "sharded"}, "trainer": {"ranks": 2, "parallel": {"shard": 2}}}, ["tensor_parallel_size=2"], '"sharded"'),
+        ({"engine": {"quantization": "int8"}}, ["tensor_parallel_size=2"], 'engine.quantization is "int8"'),
+        ({}, ["tensor_parallel_size=3"], "the 4 attention heads of .* are not divided by 3"),
+        ({}, ["engines=1", "tensor_parallel_size=2"], "is not live: no orchestrator listens"),
+    ],
+)
+def test_a_width_that_engines_cannot_have_is_refused_by_name(tmp_path: Path, sections: dict[str, Any], words: list[str], said: str) -> None:
+    shape = {"model_type": "qwen2", "num_attention_heads": 4, "intermediate_size": 8, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    settings = {"model": {"path": str(tmp_path)}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}
+    (folder := tmp_path / "run").mkdir()
+    write_run(folder, parse(settings | sections, origin="test"))
+    wanted = scaling.wanted_of(words)
+    assert str(wanted) == " ".join(words[::-1] if "trainer=2" in words else words)
+    with pytest.raises(ConfigError, match=said):
+        scaling.check(folder, wanted, drain_s=1.0, started_by=StartedBy.LAUNCHER)
+
+
+def pieces(folder: Path) -> set[tuple[int, State, int | None]]:
+    found = ScaleFolder(folder).members()
+    assert found is not None
+    there = (State.JOINING, State.LIVE, State.DRAINING)
+    return {(one.engine_id, one.state, one.tensor_parallel_size) for one in found.members if one.state in there}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_an_engine_of_another_width_takes_the_place_of_a_live_runs_and_back_also_when_somebody_is_killed_meanwhile(live: Path) -> None:
+    asked = scale(live, "engines=2", "tensor_parallel_size=2", "--drain-s", "0")
+    assert asked.returncode == 0, asked.stderr
+    os.kill(victims.find("orchestrator", live)[0], signal.SIGKILL)
+    wide = {(1, State.LIVE, 2), (2, State.LIVE, 2)}
+    processes.wait_until(lambda: pieces(live) == wide, what=f"not two of two ranks: {pieces(live)}")
+    killed = process_of(live, 2)
+    os.kill(killed, signal.SIGKILL)
+    processes.wait_until(lambda: process_of(live, 2) != killed and pieces(live) == wide, what="it does not come again as it was")
+    shown = scale(live)
+    assert "tensor_parallel_size" in shown.stdout
+    back = scale(live, "engines=1", "tensor_parallel_size=1")
+    assert back.returncode == 0, back.stderr
+    processes.wait_until(lambda: pieces(live) == {(0, State.LIVE, 1)}, what=f"not one of one rank: {pieces(live)}")
+    processes.wait_until(lambda: len(victims.find("engine", live)) == 1, what="an engine that has left goes on")
+    before = steps(live)
+    processes.wait_until(lambda: steps(live) >= before + 3, what="the run stands still")
+    checked = subprocess.run([sys.executable, "-m", "pipelinerl.checker", str(live)], capture_output=True, text=True, check=False)
+    assert "every promise was kept" in checked.stdout, checked.stdout
+
+
+def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_where_there_are_none(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def joined(kind: str, member: Member, others: Iterable[Role]) -> Role:
+        asked.append(member.engine_id)
+        raise ConfigError("no GPU")
+
+    folder, launcher = ScaleFolder(tmp_path), Launcher(roles_of(config(engine={"count": 1}), tmp_path), tmp_path, joined=joined)
+
+    requests = {StartedBy.RUN: 0, StartedBy.LAUNCHER: 1}
+
+    def publish(*engines: tuple[State, StartedBy, int]) -> None:
+        members = tuple(
+            Member(engine_id=number, state=state, started_by=started_by, tensor_parallel_size=size, request_id=requests[started_by])
+            for number, (state, started_by, size) in enumerate(engines)
+        )
+        folder.publish(Members(members=members, num_wanted=1, count=1))
+        asyncio.run(launcher._start_joined())
+
+    new = (State.JOINING, StartedBy.LAUNCHER, 2)
+    publish((State.LIVE, StartedBy.RUN, 1), new)
+    publish((State.LIVE, StartedBy.RUN, 1), new)
+    assert (asked, folder.take_no_room(), folder.take_no_room(), folder.take_gone()) == ([1, 1], [1], [], {})
+    publish((State.DRAINING, StartedBy.RUN, 1), new)
+    assert (folder.take_no_room(), folder.take_gone()) == ([], {}), "one leaves, and its GPU may be enough"
+    publish((State.LEFT, StartedBy.RUN, 1), new)
+    assert (folder.take_no_room(), folder.take_gone()) == ([], {1: "no GPU"})
+    assert launcher._has_left("engines")
+    publish((State.LIVE, StartedBy.RUN, 1))
+    assert not launcher._has_left("engines")
+    publish((State.LIVE, StartedBy.LAUNCHER, 1))
+    assert launcher._has_left("engines"), "another process has its number"
+    requests[StartedBy.LAUNCHER] = 2
+    publish((State.LIVE, StartedBy.RUN, 2), new)
+    assert (folder.take_no_room(), folder.take_gone()) == ([], {1: "no GPU"}), "nobody is to leave for it"
+
+
+def test_an_engine_that_joins_is_told_its_width_and_dealt_as_many_gpus_as_it_has_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    shape = {"model_type": "qwen2", "num_attention_heads": 4, "intermediate_size": 8, "num_hidden_layers": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    settings = parse(
+        {"model": {"path": str(tmp_path / "model")}, "data": {"source": "p"}, "reward": [{"function": "r:f"}], "engine": {"count": 2}},
+        origin="test",
+    )
+    gpus = [Gpu(index=index, uuid=f"GPU-{index}", name="H100", total_bytes=80 << 30, free_bytes=79 << 30) for index in range(3)]
+    monkeypatch.setattr("pipelinerl.launch.run_launcher.usable_gpus", lambda: gpus)
+    roles, _ = place(settings, roles_of(settings, tmp_path), gpus)
+
+    wide = Member(engine_id=2, state=State.JOINING, started_by=StartedBy.LAUNCHER, tensor_parallel_size=2)
+
+    def publish(first: State) -> None:
+        two = tuple(Member(engine_id=number, state=first, started_by=StartedBy.RUN, tensor_parallel_size=1) for number in range(2))
+        ScaleFolder(tmp_path).publish(Members(members=(*two, wide), num_wanted=1, count=2))
+
+    publish(State.LIVE)
+    with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
+        _joined(settings, tmp_path, Kind.ENGINES, wide, roles)
+    publish(State.LEFT)
+    role = _joined(settings, tmp_path, Kind.ENGINES, wide, roles)
+    assert role is not None
+    assert role.command[-4:] == ("--tensor-parallel-size", "2", "--gpus", "GPU-0,GPU-1")
+    write_run(tmp_path, settings)
+    assert not is_own(tmp_path, 2, StartedBy.LAUNCHER, tensor_parallel_size=1), "a process of another width is none of the run's"
+    assert is_own(tmp_path, 2, StartedBy.LAUNCHER, tensor_parallel_size=2)
+
+
+def test_engines_of_a_job_have_the_width_that_was_asked_for_and_one_command_starts_those_of_one(tmp_path: Path) -> None:
+    write_run(tmp_path, config(engine={"count": 1, "kind": "fake"}))
+    members = tuple(
+        Member(engine_id=number, state=State.JOINING, started_by=StartedBy.JOB, request_id=1, tensor_parallel_size=size)
+        for number, size in ((1, 2), (2, 2), (3, 1))
+    )
+    ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=3, count=1))
+    found, role = joining_engines(tmp_path, "0/1", "1,2")
+    assert (found.engine.num_ranks, role.command[-2:]) == (2, ("--tensor-parallel-size", "2"))
+    with pytest.raises(ConfigError, match=r"different tensor_parallel_size \(2: 2, 3: 1\)"):
+        joining_engines(tmp_path, "0/1", "2,3")
+
+
+MODELS = [{"function": "r:f"}, {"model": "models/orm"}, {"model": "models/other", "concurrency": 6}]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words", "started_by", "said"),
+    [
+        (MODELS[:1], "reward=2", StartedBy.LAUNCHER, r"^reward=2: .* has no reward model: no \[\[reward\]\] section has a model"),
+        (MODELS, "reward=2", StartedBy.LAUNCHER, r"has several reward models: reward.1 \(models/orm\), reward.2 .*Say which: reward.1=2"),
+        (MODELS, "reward.0=2", StartedBy.LAUNCHER, r"^reward.0=2: reward.0 of .* is the function r:f. Its reward models are reward.1"),
+        (MODELS, "reward.3=2", StartedBy.LAUNCHER, r"^reward.3=2: reward.3 of .* is no section of \[\[reward\]\]\. Its reward models are"),
+        (MODELS, "reward.1=0", StartedBy.LAUNCHER, "^reward.1=0: expected 1 to 8, the most"),
+        (MODELS, "reward.2=13", StartedBy.LAUNCHER, "^reward.2=13: expected 1 to 12, .* need a larger reward.2.concurrency"),
+        (MODELS[:2], "reward=2 reward.1=2", StartedBy.LAUNCHER, "^reward.1=2: reward.1 is asked for twice"),
+        (
+            MODELS,
+            "reward.1=2",
+            StartedBy.JOB,
+            "^reward.1=2: models that score have their processes on the machine of the run's own launcher",
+        ),
+        (MODELS, "reward.1=2 reward.2=1", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+        (MODELS[:2], "reward=2", StartedBy.LAUNCHER, "is not live: no orchestrator listens"),
+    ],
+)
+def test_what_a_reward_model_cannot_have_is_refused_by_name(
+    tmp_path: Path, rewards: list[dict[str, Any]], words: str, started_by: StartedBy, said: str
+) -> None:
+    write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": rewards}, origin="test"))
+    wanted = scaling.wanted_of(["engines=1", *words.split()])
+    assert str(wanted) == f"engines=1 {words}"
+    with pytest.raises(ConfigError, match=said):
+        scaling.check(tmp_path, wanted, drain_s=1.0, started_by=started_by)
+
+
 def test_the_engines_of_a_run_that_has_ended_are_told_as_what_was_said_last(tmp_path: Path) -> None:
     write_run(tmp_path, parse({"model": {"path": "m"}, "data": {"source": "p"}, "reward": [{"function": "r:f"}]}, origin="test"))
     members = (Member(engine_id=0, state=State.LIVE, started_by=StartedBy.RUN),)
-    ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=1, count=1))
+    record = Members(members=members, num_wanted=1, count=1)
+    ScaleFolder(tmp_path).publish(msgspec.structs.replace(record, rewards={"reward.1": msgspec.structs.replace(record, num_wanted=2)}))
     shown = scale(tmp_path)
+    assert "2 reward.1 processes asked for" in shown.stdout
     assert "1 engine asked for" in shown.stdout
     assert "no orchestrator of this run listens" in shown.stdout
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelinerl.observe.fold.state import RunState
 from pipelinerl.observe.plain import LONGEST_QUIET_S, PlainLines, end_lines
+from pipelinerl.observe.renamed import current
 
 Line = dict[str, Any]
 BEGAN = 1000.0
@@ -127,6 +128,21 @@ def test_a_change_of_roles_is_told_with_the_figures_it_was_decided_on_and_a_wind
     assert log.at(4, back) == ["4 s: roles stay engines=3 trainer=1: the change was taken back: no room"]
 
 
+def test_processes_of_a_reward_model_are_told_by_the_key_of_its_section() -> None:
+    log, line = Log(), {"kind": "member", "engine_id": 1, "of": "reward.1"}
+    asked = {"kind": "scale", "engines": 2, "prm": None, "trainer": None, "rewards": {"reward.1": 2}, "refused": ""}
+    assert log.at(1, asked) == ["1 s: engines=2 reward.1=2 is asked for"]
+    assert log.at(2, {**line, "state": "joining"}) == ["2 s: reward.1 process 1 is joining"]
+    assert log.at(3, {**line, "state": "live"}) == ["3 s: reward.1 process 1 is live"]
+    assert log.at(4, {**line, "state": "lost", "reason": "no room"}) == ["4 s: reward.1 process 1 is lost: no room"]
+    assert log.at(5, {"kind": "member", "engine_id": 1, "state": "live"}) == [], "of an engine another line tells"
+    roles = {"kind": "roles", "engines": 3, "trainer": 1, "engines_then": 2, "trainer_then": 1, "word": "taken"}
+    assert log.at(6, {**roles, "scorers_then": 2, "scored_by": "reward.1"}) == ["6 s: roles are engines=2 trainer=1 reward.1=2"]
+    assert log.at(7, current({**roles, "prm": 1, "prm_then": 2})) == ["7 s: roles are engines=2 trainer=1 prm=2"], (
+        "as earlier runs have written it"
+    )
+
+
 def test_what_an_earlier_life_said_is_no_news():
     log = Log()
     assert log.at(-50, RUN, {"kind": "joined", "engine_id": 0}, {"kind": "step", "step": 3, "reward_mean": 0.5}) == []
@@ -141,3 +157,17 @@ def test_a_change_of_the_trainers_ranks_is_told_phase_by_phase_and_why_it_was_gi
     given_up = log.at(5, {**line, "ranks": 1, "phase": "settled", "reason": "no room"})
     assert given_up == ["5 s: the trainer has 1 rank, since a change was given up: no room"]
     assert log.at(6, {**line, "epoch": 0, "ranks": 1, "phase": "settled"}) == [], "of a trainer that never changed nothing is said"
+
+
+def test_where_no_start_is_followed_waits_have_no_seconds_since_1970() -> None:
+    plain, state = PlainLines(), RunState()
+    assert plain.lines(state, now=1e9) == []
+    assert plain.lines(state, now=1e9 + 10) == ["waiting for the orchestrator to begin"]
+
+
+def test_policies_that_found_no_room_are_told_with_the_log_that_names_the_place() -> None:
+    log = Log()
+    log.at(1, RUN)
+    told = log.at(2, {"kind": "step", "step": 0, "reward_mean": 0.5, "trainer": {"policies_skipped": 1.0}})
+    assert told[0] == "2 s: a policy found no room, so engines go on with an earlier one; logs/trainer.log says where"
+    assert not any("no room" in line for line in log.at(3, {"kind": "step", "step": 1, "reward_mean": 0.5, "trainer": {}}))

@@ -53,6 +53,24 @@ def test_one_call_per_slot_until_the_speed_is_known() -> None:
     assert queue.hand_out(0.0) == {}
 
 
+def test_a_slot_that_is_closed_keeps_what_it_has_and_what_is_released_waits_again_unsuspected() -> None:
+    queue = make_queue(num_slots=2, num_requests=6, batch=2)
+    assert names(queue.hand_out(0.0)) == {0: ["r0", "r2"], 1: ["r1", "r3"]}
+    queue.close(1)
+    ticket = queue.answered(1, 1, 0.1, duration_s=0.1)
+    assert ticket is not None
+    assert (ticket.request.request_id, queue.num_held(1)) == (1, 1)
+    assert queue.cancel(3) == {}, "it runs"
+    queue.release(1)
+    queue.release(0)
+    assert [queue.num_held(slot) for slot in (0, 1)] == [0, 0]
+    assert queue.hand_out(0.2) == {}, "who is released is not open"
+    queue.open(0)
+    assert names(queue.hand_out(0.2)) == {0: ["r0", "r2"]}, "at the front, and together: none was there when anybody died"
+    queue.open(1)
+    assert names(queue.hand_out(0.2)) == {1: ["r4", "r5"]}, "nobody wants r3 any more"
+
+
 def test_slow_calls_are_never_handed_ahead() -> None:
     queue = make_queue(num_slots=2, num_requests=5, mean_s=AHEAD_S * 1.01)
     assert names(queue.hand_out(0.0)) == {0: ["r0"], 1: ["r1"]}

@@ -254,7 +254,7 @@ def turn_reward(number: int) -> float:
     return 0.25 * number
 
 
-async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: World) -> None:
+async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: World, tensor_parallel_size: int = 1) -> None:
     """Serve until told to stop, like `pipelinerl.engine.server`."""
     fake = SimulatedEngine(
         fraction=world.engine_error_fraction,
@@ -262,6 +262,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
         max_model_tokens=1 << 16,
         max_running=max_running,
         mean_tokens=world.mean_tokens,
+        tensor_parallel_size=tensor_parallel_size,
         kv_tokens=world.kv_tokens,
         device=world.device,
     )

@@ -367,7 +367,7 @@ def test_the_rule_of_elastic_roles_gives_the_model_an_engines_device_where_it_is
     assert ended.problems() == []
     lines = [line for line in ended.lines if line["kind"] == "roles"]
     decided = [line for line in lines if line["word"] != "stays"]
-    assert [(line["word"], line["engines_then"], line["trainer_then"], line["prm_then"]) for line in decided] == [
+    assert [(line["word"], line["engines_then"], line["trainer_then"], line["scorers_then"]) for line in decided] == [
         ("begins", 2, 1, 2),
         ("taken", 2, 1, 2),
     ]

@@ -38,12 +38,16 @@ class Machine:
         """The run's engines once the last request was answered and those that joined could be started."""
         while (found := self._beside.folder.members()) is None or found.request_id < self._requests:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+        self.start_joined(found)
+        return found
+
+    def start_joined(self, found: Members) -> None:
+        """Start the engines that have joined."""
         for one in found.members:
             is_new = one.started_by is StartedBy.LAUNCHER and one.state is State.JOINING
             if is_new and (one.engine_id, one.request_id) not in self._begun:
                 self._begun.add((one.engine_id, one.request_id))
                 self.start(one.engine_id)
-        return found
 
     def start(self, engine_id: int) -> None:
         beside = self._beside

@@ -17,7 +17,7 @@ import torch
 
 from pipelinerl.engine.staging import beside_decoding, yield_to_decoding
 from pipelinerl.engine.vllm.derived import Derived
-from pipelinerl.engine.vllm.weights import obstacles_of, plan_of_rank
+from pipelinerl.engine.vllm.weights import Filled, obstacles_of, plan_of_rank
 from pipelinerl.errors import PipelineError, WeightsError
 from pipelinerl.messages import Tensor
 from pipelinerl.weights.adapters import AdapterShape
@@ -51,8 +51,9 @@ class PolicyRank:
 
     def policy_plan(
         self, folder: str, wanted: str, sends_deltas: bool, staging: str = "device"
-    ) -> tuple[dict[str, tuple[list[Box], str]], str]:
-        """Get ready to take policies. The boxes of each checkpoint tensor that this rank holds, with its dtype; how it commits, and why.
+    ) -> tuple[dict[str, tuple[list[Box], str]], Filled, str]:
+        """Get ready to take policies. The boxes of each checkpoint tensor that this rank holds, with its dtype; which of them fill each
+        parameter; how it commits, and why.
 
         Raises `ConfigError` where this model cannot take any.
         """
@@ -60,10 +61,11 @@ class PolicyRank:
         model: torch.nn.Module = worker.get_model()
         captures_graphs = not worker.model_config.enforce_eager
         self._policy_derived = Derived(model, dtype=worker.model_config.dtype)
-        placed, self._policy_parts = plan_of_rank(model, folder=Path(folder), derived=self._policy_derived.names)
+        placed, self._policy_parts, filled = plan_of_rank(model, folder=Path(folder), derived=self._policy_derived.names)
         mode, choice = choose_swap_mode(wanted, obstacles_of(model, captures_graphs=captures_graphs), sends_deltas=sends_deltas)
         self._policy_commit: WeightSwap = make_swap(mode, placed, gathers=not captures_graphs, staging=Staging(staging))
-        return {name: ([part.box for part in parts], parts[0].tensor.dtype) for name, parts in self._policy_parts.items()}, choice
+        held = {name: ([part.box for part in parts], parts[0].tensor.dtype) for name, parts in self._policy_parts.items()}
+        return held, filled, choice
 
     def policy_adapters(self, layout: tuple[Tensor, ...], shape: AdapterShape) -> None:
         """Get ready to take adapters in place of whole policies."""

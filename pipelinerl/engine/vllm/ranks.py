@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from pipelinerl.engine.vllm.rank import OWN, RECEIVED
+from pipelinerl.engine.vllm.weights import whole_layout
 from pipelinerl.errors import ConfigError, WeightsError
 from pipelinerl.messages import Shards, Tensor
 from pipelinerl.weights.adapters import AdapterShape, are_adapters
-from pipelinerl.weights.base import num_bytes, plan_layout
+from pipelinerl.weights.base import num_bytes
 from pipelinerl.weights.manifest import DIGEST_LENGTH, Manifest, compare
 from pipelinerl.weights.reshard import Box, Move, Shapes, index_map, whole
 from pipelinerl.weights.sections import sections_of
@@ -185,19 +186,17 @@ class ShardedPolicies:
         self._ranks = ranks
         self.layout: tuple[Tensor, ...]
         plans = ranks.call("policy_plan", str(folder), wanted, sends_deltas, staging.value)
-        self.choice = f"{plans[0][1]}, in each of {len(plans)} ranks between the same two passes"
-        self.shards: Shards = tuple({name: tuple(boxes) for name, (boxes, _) in plan.items()} for plan, _ in plans)
+        self.choice = f"{plans[0][2]}, in each of {len(plans)} ranks between the same two passes"
+        self.shards: Shards = tuple({name: tuple(boxes) for name, (boxes, _) in plan.items()} for plan, _, _ in plans)
         if in_sections:
             self.layout, starts = sections_of(ranks.call("policy_parts"))
             ranks.set_layout(self.layout, num_ranks=len(plans), starts=starts)
             return
-        dtypes = {name: dtype for plan, _ in plans for name, (_, dtype) in plan.items()}
+        dtypes = {name: dtype for plan, _, _ in plans for name, (_, dtype) in plan.items()}
         shapes = {name: shape for name, shape in shapes.items() if name in dtypes}
-        self.layout = plan_layout(
-            {name: torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="meta") for name, shape in shapes.items()}
-        )
+        self.layout = whole_layout([filled for _, filled, _ in plans], shapes, dtypes)
         try:
-            gives = _gives([{name: boxes for name, (boxes, _) in plan.items()} for plan, _ in plans], shapes)
+            gives = _gives([{name: boxes for name, (boxes, _) in plan.items()} for plan, _, _ in plans], shapes)
         except WeightsError as error:
             raise ConfigError(f"the ranks of this engine do not hold {folder} whole between them: {error}") from error
         ranks.set_layout(self.layout, gives, num_ranks=len(plans))

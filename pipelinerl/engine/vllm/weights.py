@@ -10,9 +10,10 @@ order of its own (`ConfigError`).
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from pipelinerl.engine.vllm.packed import is_plain
 from pipelinerl.engine.vllm.rotary import rotate_every_head
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Tensor
+from pipelinerl.weights.base import num_bytes
 from pipelinerl.weights.reshard import Box, Part, whole
 from pipelinerl.weights.swap import CAN_SWAP_POINTER, Placed, SwapMode
 
 ALIGNMENT_BYTES = 256
 """Start of every parameter in the buffer: a multiple of what vector loads and device copies like best."""
+Filled = Mapping[str, Sequence[str]]
+"""Checkpoint tensors by the parameter that they fill, in the order of a rank's buffer."""
 
 
 def keep_plain_weights() -> None:
@@ -118,18 +122,45 @@ def plan_of(model: torch.nn.Module, *, folder: Path, derived: Collection[str] = 
 
     Raises `ConfigError` for a model whose parameters are not its checkpoint's tensors laid side by side.
     """
-    placed, parts = plan_of_rank(model, folder=folder, derived=derived)
+    placed, parts, _ = plan_of_rank(model, folder=folder, derived=derived)
     shapes = checkpoint_shapes(folder)
     for name, pieces in parts.items():
         if len(pieces) > 1:
             raise ConfigError(f"vLLM splits or reorders {name} when it loads {folder}; such a model cannot yet be swapped by pointer")
         if pieces[0].box != whole(shapes[name]):
             raise ConfigError(f"vLLM takes a part of {name} alone, {pieces[0].box}; such a model cannot yet be swapped by pointer")
-    return placed, tuple(pieces[0].tensor for pieces in parts.values())
+    return placed, tuple(sorted((pieces[0].tensor for pieces in parts.values()), key=lambda tensor: tensor.offset_bytes))
 
 
-def plan_of_rank(model: torch.nn.Module, *, folder: Path, derived: Collection[str] = ()) -> tuple[list[Placed], dict[str, list[Part]]]:
-    """Plan the place of each parameter of this rank, and of its parts of each checkpoint tensor, in a buffer of its own.
+def whole_layout(ranks: Sequence[Filled], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> tuple[Tensor, ...]:
+    """Return the layout that an engine of one rank asks for, from what each of several ranks fills its parameters with: so engines of one
+    and of several ranks read the same policies.
+
+    A parameter that several ranks fill has the tensors of all of them, in their order; a tensor that fills several lies in the first.
+    """
+    filled: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for rank in ranks:
+        for parameter, names in rank.items():
+            own = filled.setdefault(parameter, [])
+            own += [name for name in names if name not in seen]
+            seen.update(names)
+    layout: list[Tensor] = []
+    for names in filled.values():
+        end = num_bytes(layout)
+        offset = math.ceil(end / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for name in names:
+            whole_tensor = _part(name, whole(shapes[name]), dtype=getattr(torch, dtypes[name]), offset_bytes=offset).tensor
+            layout.append(whole_tensor)
+            offset += whole_tensor.num_bytes
+    return tuple(layout)
+
+
+def plan_of_rank(
+    model: torch.nn.Module, *, folder: Path, derived: Collection[str] = ()
+) -> tuple[list[Placed], dict[str, list[Part]], Filled]:
+    """Plan the place of each parameter of this rank, and of its parts of each checkpoint tensor, in a buffer of its own; with the tensors
+    that fill each parameter, in their order in it.
 
     A rank has several parts of a tensor that the checkpoint has fused itself (q, k and v; gate and up): its own rows of each thing in it.
 
@@ -167,7 +198,19 @@ def plan_of_rank(model: torch.nn.Module, *, folder: Path, derived: Collection[st
     for view, owner in shared:
         offset_bytes = offsets[owner] + view.data_ptr() - parameters[owner].data_ptr()
         placed.append(Placed(parameter=view, offset_bytes=offset_bytes, num_bytes=_span_bytes(view), is_view=True))
-    return placed, parts
+    in_order = sorted((part.tensor for pieces in parts.values() for part in pieces), key=lambda tensor: tensor.offset_bytes)
+    return placed, parts, _filled(offsets, in_order)
+
+
+def _filled(offsets: Mapping[str, int], tensors: Sequence[Tensor]) -> Filled:
+    """The tensors of each parameter, both in the order of the buffer."""
+    names, starts = list(offsets), list(offsets.values())
+    filled: dict[str, list[str]] = {name: [] for name in names}
+    for tensor in tensors:
+        own = filled[names[bisect.bisect_right(starts, tensor.offset_bytes) - 1]]
+        if tensor.name not in own:
+            own.append(tensor.name)
+    return filled
 
 
 def _part(name: str, box: Box, *, dtype: torch.dtype, offset_bytes: int) -> Part:

@@ -13,12 +13,13 @@ class MemberRow:
     """Unix seconds; 0 in gauges."""
     engine_id: int
     of: str = "engines"
-    """engines, or prm, the process reward model's."""
+    """engines, prm, the process reward model's, or a reward model's key, such as `reward.1`, for its processes."""
     state: str = ""
     """joining, live, draining, left or lost."""
     reason: str = ""
 
     @property
     def name(self) -> str:
-        """Say which engine it is."""
-        return f"PRM engine {self.engine_id}" if self.of == "prm" else f"engine {self.engine_id}"
+        """Say which engine, or process, it is."""
+        what = {"engines": "engine", "prm": "PRM engine"}.get(self.of, f"{self.of} process")
+        return f"{what} {self.engine_id}"

@@ -16,11 +16,13 @@ class RolesRow:
     engines: int = 0
     trainer: int = 0
     """Ranks."""
-    prm: int = 0
-    """Engines of the process reward model, 0 where none change; these three before the decision."""
+    scorers: int = 0
+    """Engines, or processes, of the model that scores, 0 where none change; these three before the decision."""
+    scored_by: str = "prm"
+    """That model: prm, or the key of a reward model, such as `reward.1`."""
     engines_then: int = 0
     trainer_then: int = 0
-    prm_then: int = 0
+    scorers_then: int = 0
     """The same after it; where roles stay, in the best of the other layouts."""
     speed_now: float | None = None
     """Sampled tokens per second of the layout before, by what the window has shown; None where no window was weighed."""
@@ -42,7 +44,7 @@ class RolesRow:
     @property
     def words(self) -> str:
         """What was decided, as one says it."""
-        then = _said(*self._then)
+        then = self._said(*self._then)
         why = f": {self.reason}" if self.reason else ""
         match self.word:
             case "begins":
@@ -60,15 +62,15 @@ class RolesRow:
             case "by hand":
                 return f"roles are {then}, as was asked for by hand{why}"
             case _:
-                return f"roles stay {_said(*self._now)}{self._figures}"
+                return f"roles stay {self._said(*self._now)}{self._figures}"
 
     @property
     def _now(self) -> tuple[int, int, int]:
-        return self.engines, self.trainer, self.prm
+        return self.engines, self.trainer, self.scorers
 
     @property
     def _then(self) -> tuple[int, int, int]:
-        return self.engines_then, self.trainer_then, self.prm_then
+        return self.engines_then, self.trainer_then, self.scorers_then
 
     @property
     def _figures(self) -> str:
@@ -77,6 +79,5 @@ class RolesRow:
         saved = f", {self.saved_s:.0f} s saved for {self.cost_s:.0f} s" if self.saved_s is not None and self.cost_s is not None else ""
         return f": {self.speed_then:.0f} tokens/s in place of {self.speed_now:.0f}{saved}"
 
-
-def _said(engines: int, trainer: int, prm: int) -> str:
-    return f"engines={engines} trainer={trainer}" + (f" prm={prm}" if prm else "")
+    def _said(self, engines: int, trainer: int, scorers: int) -> str:
+        return f"engines={engines} trainer={trainer}" + (f" {self.scored_by}={scorers}" if scorers else "")

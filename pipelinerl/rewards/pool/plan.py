@@ -12,6 +12,7 @@ from pipelinerl.config import EnvironmentSection, RewardSection, ScorerSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import RequestKind
 from pipelinerl.rewards.calls import Component, RewardModel, component_names
+from pipelinerl.runtime.membership import reward_kind
 
 MAX_BATCH = 32
 """Completions handed to a reward model at once. A smaller number leaves its batches half empty; a larger one makes more rollouts wait for
@@ -25,6 +26,7 @@ class PoolSpec:
     components: tuple[Component, ...]
     takes: RequestKind
     num_slots: int
+    """That it begins with."""
     deadline_s: float
     per_s: float | None = None
     retries: int = 0
@@ -32,6 +34,10 @@ class PoolSpec:
     """True for the pool of all functions without limits."""
     batch: int | None = None
     """Calls that a slot takes at once, and answers together; None where it runs one after the other."""
+    model: str = ""
+    """Of a reward model, the key of its section, for example `reward.1`: its slots may join and leave. Empty of others."""
+    most_slots: int = 0
+    """Slots that a reward model may come to have."""
     is_stateful: bool = False
     """True for a class of environments, each of whose slots holds one episode at a time."""
 
@@ -50,7 +56,7 @@ def plan_pools(rewards: Sequence[RewardSection], scorer: ScorerSection, environm
     names = component_names(references)
     shared: list[Component] = []
     own: list[PoolSpec] = []
-    for reward, name in zip(rewards, names, strict=True):
+    for index, (reward, name) in enumerate(zip(rewards, names, strict=True)):
         component = Component(function=reward.reference, name=name, options=reward.options, model=_model_of(reward))
         if (
             component.model is None
@@ -68,6 +74,8 @@ def plan_pools(rewards: Sequence[RewardSection], scorer: ScorerSection, environm
                 per_s=reward.per_s,
                 retries=reward.retries,
                 batch=None if component.model is None else MAX_BATCH,
+                model="" if component.model is None else reward_kind(index),
+                most_slots=0 if component.model is None else reward.most,
             )
         )
     if (component := environment_component(environment, beside=names)) is not None:

@@ -7,7 +7,6 @@ import dataclasses
 import selectors
 import socket
 import time
-from collections.abc import Sequence
 
 from pipelinerl.errors import ConfigError, PeerSilent, WireError
 from pipelinerl.messages import FunctionKind, Message, Outcome, RequestKind
@@ -40,6 +39,8 @@ class _Worker:
     """Monotonic seconds."""
     calling: str
     """The function it runs, or will run next."""
+    gpu: str
+    """UUID of its GPU; empty where it was dealt none."""
     places: dict[str, str] = dataclasses.field(default_factory=dict)
     """`file:line` at which each function begins, by name; empty until it has loaded them."""
     outgoing: bytearray = dataclasses.field(default_factory=bytearray)
@@ -61,13 +62,17 @@ class Pool:
     stats: FunctionStats
     failures: Failures
     journal: Journal
-    gpus: Sequence[str] = ()
-    """UUID of each slot's GPU; none where it was dealt none."""
+    given_up: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Slots of a reward model that were to join and have no worker, as it could not load the model, with the reason."""
     queue: Queue | EpisodeQueue = dataclasses.field(init=False)
     _busy_s: float = 0.0
     """Seconds of finished calls, including those that were killed."""
-    _workers: list[_Worker] = dataclasses.field(default_factory=list)
-    """One for each slot."""
+    _workers: dict[int, _Worker] = dataclasses.field(default_factory=dict)
+    """One for each slot that is there."""
+    _spares: set[int] = dataclasses.field(default_factory=set)
+    """Slots of a reward model that have joined: it goes on without one that cannot load it."""
+    _closed: set[int] = dataclasses.field(default_factory=set)
+    """Slots of a reward model that are to leave."""
     _hung: dict[int, tuple[_Worker, Ticket]] = dataclasses.field(default_factory=dict)
     """Calls past their deadlines whose workers were asked for their stacks, by worker id."""
     _answers: list[tuple[int, CallResult]] = dataclasses.field(default_factory=list)
@@ -77,21 +82,62 @@ class Pool:
         if spec.is_stateful:
             self.queue = EpisodeQueue(num_slots=spec.num_slots, deadline_s=spec.deadline_s)
             return
-        self.queue = Queue(num_slots=spec.num_slots, deadline_s=spec.deadline_s, per_s=spec.per_s, retries=spec.retries, batch=spec.batch)
+        num_slots = spec.most_slots or spec.num_slots
+        self.queue = Queue(num_slots=num_slots, deadline_s=spec.deadline_s, per_s=spec.per_s, retries=spec.retries, batch=spec.batch)
 
     def total_busy_s(self) -> float:
         """Return the seconds of calls since the start, summed over slots, including calls under way."""
         now = time.monotonic()
-        return self._busy_s + sum(self.queue.running_s(slot, now) for slot in range(self.spec.num_slots))
+        return self._busy_s + sum(self.queue.running_s(slot, now) for slot in self._workers)
 
     def start(self) -> None:
         """Start every worker; they load the reward functions on their own."""
-        self._workers += [self._spawn(slot) for slot in range(self.spec.num_slots)]
+        for slot in range(self.spec.num_slots):
+            self.start_slot(slot, gpu="", is_spare=False)
+
+    # --- slots of a reward model, which join and leave ---
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots that have a worker."""
+        return list(self._workers)
+
+    def is_loaded(self, slot: int) -> bool:
+        """Return whether the slot's worker has loaded its functions, or its model."""
+        return bool(self._workers[slot].places)
+
+    def start_slot(self, slot: int, *, gpu: str, is_spare: bool) -> None:
+        """Start the worker of a slot that has none; it takes calls once it has loaded. The pool does without a spare that cannot."""
+        self.given_up.pop(slot, None)
+        (self._spares.add if is_spare else self._spares.discard)(slot)
+        self._workers[slot] = self._spawn(slot, gpu=gpu)
+
+    def close_slot(self, slot: int, *, is_closed: bool) -> None:
+        """Give a slot no more calls, as it is to leave, or some again, as it stays."""
+        assert isinstance(self.queue, Queue), "reward models have no episodes"
+        (self._closed.add if is_closed else self._closed.discard)(slot)
+        if is_closed:
+            self.queue.close(slot)
+        elif self.is_loaded(slot):
+            self.queue.open(slot)
+
+    def end_slot(self, slot: int) -> None:
+        """End the worker of a slot; the calls that it has wait again, for others."""
+        assert isinstance(self.queue, Queue), "reward models have no episodes"
+        worker = self._workers.pop(slot)
+        if ran_s := self.queue.running_s(slot, time.monotonic()):
+            self._note(slot, time.time() - ran_s, ran_s)
+        self.queue.release(slot)
+        self._closed.discard(slot)
+        self._stop_reading(worker)
+        worker.channel.close()
+        self.sandbox.kill(worker.worker_id)
 
     @property
     def is_ready(self) -> bool:
-        """True once every worker has loaded the reward functions."""
-        return all(worker.places for worker in self._workers)
+        """True once every worker has loaded the reward functions; of a reward model, all that it began with, and one at least."""
+        awaited = [worker for slot, worker in self._workers.items() if slot not in self._spares]
+        return all(worker.places for worker in awaited) if awaited else any(worker.places for worker in self._workers.values())
 
     def cancel(self, request_id: int) -> None:
         """Withdraw a request, so that no answer follows. A call under way runs on, and its answer is dropped."""
@@ -99,7 +145,7 @@ class Pool:
 
     def wake_at(self) -> float:
         """Return the time, in monotonic seconds, at which `advance` must be called next even if no worker has sent anything."""
-        wake_at = [worker.born_at + LOAD_DEADLINE_S for worker in self._workers if not worker.places]
+        wake_at = [worker.born_at + LOAD_DEADLINE_S for worker in self._workers.values() if not worker.places]
         if (deadline := self.queue.wake_at()) is not None:
             wake_at.append(deadline)
         return min(wake_at, default=float("inf"))
@@ -108,21 +154,26 @@ class Pool:
         """Read from a worker's channel, or write to it, as `events` say."""
         if events & selectors.EVENT_READ:
             self._read(slot)
-        if events & selectors.EVENT_WRITE:
+        if events & selectors.EVENT_WRITE and slot in self._workers:
             self._flush(slot)
 
     def replace_ended(self, ended: list[Ended]) -> None:
         """Replace the workers of this pool that ended, and fail the calls that they were running: their earlier answers were read by the
         same `wait`.
         """
-        slots = {worker.worker_id: slot for slot, worker in enumerate(self._workers)}
+        slots = {worker.worker_id: slot for slot, worker in self._workers.items()}
         for end in ended:
             lost, outcome = self._hung.pop(end.worker_id, None), Outcome.TIMEOUT
             cause = f"no answer within {self.spec.deadline_s:g} s, its deadline; its process was killed"
             if end.worker_id in slots:
                 worker = self._workers[slots[end.worker_id]]
                 if not worker.places:
-                    raise ConfigError(f"a worker of {self.name} {end.how} while it imported the reward functions; see the scorer's log")
+                    what = "loaded the model" if self.spec.model else "imported the reward functions"
+                    self._cannot_load(
+                        slots[end.worker_id],
+                        ConfigError(f"a worker of {self.name} {end.how} while it {what}; see the scorer's log"),
+                    )
+                    continue
                 outcome, cause = Outcome.ERROR, f"its process {end.how}"
                 ticket = self._lose(slots[end.worker_id], outcome, f"{worker.calling}: {cause}")
                 lost = None if ticket is None else (worker, ticket)
@@ -140,9 +191,10 @@ class Pool:
             error = f"{worker.calling} did not return within {self.spec.deadline_s:g} s; its process was killed"
             if (ticket := self._lose(slot, Outcome.TIMEOUT, error)) is not None:
                 self._hung[worker.worker_id] = worker, ticket
-        for worker in self._workers:
+        for slot, worker in list(self._workers.items()):
             if not worker.places and now - worker.born_at >= LOAD_DEADLINE_S:
-                raise PeerSilent(f"waited {LOAD_DEADLINE_S:g} s for a worker of {self.name} to import the reward functions")
+                what = "load the model" if self.spec.model else "import the reward functions"
+                self._cannot_load(slot, PeerSilent(f"waited {LOAD_DEADLINE_S:g} s for a worker of {self.name} to {what}"))
         self._withdraw(self.queue.take_back(now))
         for slot, tickets in self.queue.hand_out(now).items():
             self._send(slot, *(Call(call_id=ticket.call_id, task=ticket.request.task, closes=ticket.closes) for ticket in tickets))
@@ -153,19 +205,27 @@ class Pool:
 
     def close(self) -> None:
         """Close the workers' channels; the end of the fork server kills the workers. Requests without an answer are dropped."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.channel.close()
 
     # --- workers ---
 
-    def _spawn(self, slot: int) -> _Worker:
-        worker_id, channel = self.sandbox.spawn(self.number, gpu=self.gpus[slot] if self.gpus else "")
+    def _spawn(self, slot: int, *, gpu: str) -> _Worker:
+        worker_id, channel = self.sandbox.spawn(self.number, gpu=gpu)
         self.selector.register(channel, selectors.EVENT_READ, data=(self, slot))
         frames = Frames(channel)
-        return _Worker(worker_id=worker_id, channel=channel, frames=frames, born_at=time.monotonic(), calling=self.spec.names[0])
+        calling = self.spec.names[0]
+        return _Worker(worker_id=worker_id, channel=channel, frames=frames, born_at=time.monotonic(), calling=calling, gpu=gpu)
+
+    def _cannot_load(self, slot: int, error: ConfigError | PeerSilent) -> None:
+        """Go on without a spare that cannot load its model, as long as there is another worker. Raises the error else."""
+        if slot not in self._spares or len(self._workers) == 1:
+            raise error
+        self.end_slot(slot)
+        self.given_up[slot] = str(error)
 
     def _lose(self, slot: int, outcome: Outcome, error: str) -> Ticket | None:
-        """Replace the worker of a slot, and fail the call that it was running. Return its ticket where somebody waits for the answer."""
+        """Replace the worker of a slot, unless it leaves, and fail the call that it ran. Return its ticket where somebody waits for it."""
         worker = self._workers[slot]
         ran_s = self.queue.running_s(slot, time.monotonic())
         started_at = time.time() - ran_s
@@ -186,7 +246,11 @@ class Pool:
             self._settle(ticket, result)
         self._stop_reading(worker)
         worker.channel.close()
-        self._workers[slot] = self._spawn(slot)
+        del self._workers[slot]
+        if slot in self._closed:
+            self._closed.discard(slot)
+        else:
+            self._workers[slot] = self._spawn(slot, gpu=worker.gpu)
         return ticket
 
     def _stop_reading(self, worker: _Worker) -> None:
@@ -235,11 +299,10 @@ class Pool:
         except (ConnectionResetError, WireError, ValueError):  # the last two: reward code wrote into the channel
             bodies = None
         if bodies is None:
-            self._stop_and_kill(slot)
+            self._stop_and_kill(worker)
 
-    def _stop_and_kill(self, slot: int) -> None:
+    def _stop_and_kill(self, worker: _Worker) -> None:
         """Stop reading a channel that is closed or garbled, and have its worker killed in case it lives on."""
-        worker = self._workers[slot]
         self._stop_reading(worker)
         self.sandbox.kill(worker.worker_id)
 
@@ -248,9 +311,10 @@ class Pool:
         match message:
             case Loaded():
                 worker.places = message.places
-                self.queue.open(slot)
+                if slot not in self._closed:
+                    self.queue.open(slot)
             case Refused():
-                raise ConfigError(message.error)
+                self._cannot_load(slot, ConfigError(message.error))
             case Calling():
                 worker.calling = message.name
             case Skipped():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from pipelinerl.config import Config
 from pipelinerl.data.tokenizer import ChatOptions
-from pipelinerl.messages import FunctionFailed, FunctionLoad, Outcome, Request, RequestKind, Result
+from pipelinerl.messages import FunctionFailed, FunctionLoad, Outcome, Request, RequestKind, Result, RewardModelLoad
 from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.aggregator import Aggregator
 from pipelinerl.rewards.calls import Setup, reward_weights
@@ -22,8 +22,11 @@ from pipelinerl.rewards.failures import Failures
 from pipelinerl.rewards.pool.episodes import EpisodeQueue
 from pipelinerl.rewards.pool.plan import plan_pools
 from pipelinerl.rewards.pool.pool import LOAD_DEADLINE_S, Pool
+from pipelinerl.rewards.pool.processes import ModelProcesses, RunProcesses
+from pipelinerl.rewards.pool.queue import Queue
 from pipelinerl.rewards.pool.sandbox import Sandbox
 from pipelinerl.rewards.pool.stats import FunctionStats
+from pipelinerl.runtime.membership import ScaleFolder
 
 
 class RewardPools:
@@ -38,8 +41,11 @@ class RewardPools:
         stats: FunctionStats | None = None,
         failures: Failures | None = None,
         gpus: Sequence[str] = (),
+        scale: ScaleFolder | None = None,
     ) -> None:
-        """Take the `name` of the scorer, where its calls are counted, and the `gpus` that its reward models were dealt, in order."""
+        """Take the `name` of the scorer, where its calls are counted, the `gpus` that its reward models were dealt, in order, and where a
+        run says how many processes these have; None where they keep those that they begin with.
+        """
         specs = plan_pools(config.reward, config.scorer, config.environment)
         self.num_slots = max((spec.num_slots for spec in specs), default=config.scorer.slots)
         """Number of requests that can run at once."""
@@ -73,10 +79,17 @@ class RewardPools:
                 stats=self._stats,
                 failures=self._failures,
                 journal=journal,
-                gpus=tuple(itertools.islice(dealt, spec.num_slots)) if spec.batch else (),
             )
             for number, spec in enumerate(specs)
         ]
+        self._models: list[tuple[Pool, ModelProcesses]] = []
+        for pool in self._pools:
+            if pool.spec.model and isinstance(pool.queue, Queue):
+                count = pool.spec.num_slots
+                own = tuple(itertools.islice(dealt, count))
+                self._models.append((pool, ModelProcesses(pool, pool.queue, model=pool.spec.model, count=count, gpus=own)))
+        self._processes = RunProcesses([model for _, model in self._models], folder=scale, journal=journal)
+        self._told = self._state()
 
     @property
     def num_running(self) -> int:
@@ -91,6 +104,20 @@ class RewardPools:
         """Return the statistics of each function, by name."""
         return self._stats.report({pool.spec.names[0]: pool.queue.breaker for pool in self._pools})
 
+    def models(self) -> dict[str, RewardModelLoad]:
+        """Return what there is of each reward model, by the key of its section."""
+        self._told = self._state()
+        return {model.model: model.load(busy_s=pool.total_busy_s()) for pool, model in self._models}
+
+    @property
+    def has_process_news(self) -> bool:
+        """True where a process of a reward model has loaded, has ended what it had, or was given up, since `models` was told."""
+        return bool(self._models) and self._state() != self._told
+
+    def follow(self) -> None:
+        """Make the processes of reward models those that the run is to have (`pool.processes`)."""
+        self._processes.follow()
+
     def news(self) -> list[FunctionFailed]:
         """Return the reports of failed functions that are due."""
         return self._failures.news(num_calls=self._stats.num_calls())
@@ -100,7 +127,9 @@ class RewardPools:
         self._sandbox.wait_until_prepared()
         self._selector.register(self._sandbox, selectors.EVENT_READ)
         for pool in self._pools:
-            pool.start()
+            if not pool.spec.model:
+                pool.start()
+        self._processes.follow()
         while not all(pool.is_ready for pool in self._pools):
             self.wait(LOAD_DEADLINE_S)
             self.advance()
@@ -175,6 +204,9 @@ class RewardPools:
         for pool in self._pools:
             pool.close()
         self._sandbox.close()
+
+    def _state(self) -> list[object]:
+        return [model.state() for _, model in self._models]
 
     def _join(self) -> Iterator[Result]:
         for number, pool in enumerate(self._pools):

@@ -130,6 +130,14 @@ class Queue:
         """Mark a slot whose worker has loaded its functions and takes calls."""
         self._slots[slot].is_ready = True
 
+    def close(self, slot: int) -> None:
+        """Hand a slot no more calls; it keeps those that it has, until it is opened again."""
+        self._slots[slot].is_ready = False
+
+    def num_held(self, slot: int) -> int:
+        """Return the number of calls that a slot has."""
+        return len(self._slots[slot].held)
+
     def hand_out(self, now: float) -> dict[int, list[Ticket]]:
         """Return the tickets to send now, by slot. Each goes to the slot that holds the fewest calls, and only as far ahead as allowed.
 
@@ -204,6 +212,14 @@ class Queue:
             self._put_back(self._behind(slot))
         self._slots[slot] = _Slot()
         return self._finish(charged) if charged is not None and not charged.is_done else None
+
+    def release(self, slot: int) -> None:
+        """Empty a slot whose worker is ended on purpose: its calls wait again, at the front, and none of them is suspected."""
+        for ticket in reversed(self._slots[slot].held):
+            if ticket.slot == slot and not ticket.is_done:
+                ticket.slot = None
+                self._waiting.appendleft(ticket)
+        self._slots[slot] = _Slot()
 
     def overdue(self, now: float) -> list[int]:
         """Return the slots whose first call has run past the deadline."""

@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.rules.membership import Membership, membership_of, prm_membership_of
+from orchestrator.rules.membership import Membership, membership_of, prm_membership_of, reward_memberships_of
 from orchestrator.rules.weight_transport import why_unreached
 from pipelinerl.config.file import parse
+from pipelinerl.config.scoring import RewardSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import EngineReady
-from pipelinerl.runtime.membership import Gone, Kind, ScaleFolder, ScaleRequest, StartedBy, State, is_own
+from pipelinerl.runtime.membership import Gone, Kind, Members, ScaleFolder, ScaleRequest, StartedBy, State, is_own
 from tests.sim.run import config
 
 
@@ -224,6 +225,33 @@ def test_the_process_reward_models_engines_are_counted_apart_from_the_first_scor
     ]
     assert prm.scale(ScaleRequest(request_id=4, prm=0)) == []
     assert prm.record().refused.startswith("prm=0: expected 1 to 8 (prm.count)")
+
+
+def test_the_processes_of_each_reward_model_are_counted_apart_by_the_key_of_its_section() -> None:
+    found = config().model_copy(update={"reward": rewards(("f.py:f", None), ("orm", None), ("other", 5))})
+    orm, other = reward_memberships_of(found, earlier=None)
+    assert [(one.kind, one.names, one.present()) for one in (orm, other)] == [
+        ("reward.1", range(8), {0}),
+        ("reward.2", range(10), {0, 1, 2, 3, 4}),
+    ]
+    for one in (orm, other):
+        one.joined(0)
+        assert one.scale(ScaleRequest(request_id=1, engines=4, rewards={"reward.1": 2})) == []
+    assert (orm.num_wanted, other.num_wanted) == (2, 5)
+    assert not orm.may_be_lost(0), "the run began with it"
+    orm.joined(1)
+    assert orm.scale(ScaleRequest(request_id=2, rewards={"reward.1": 1})) == [1]
+    why = orm.why_not(9)
+    assert why is not None
+    assert why.startswith("reward.1=9: expected 1 to 8 (reward.1.concurrency). More need a run")
+    members = Members(members=(), num_wanted=2, count=2, rewards={"reward.1": orm.record(), "reward.2": other.record()})
+    follows, _ = reward_memberships_of(found, earlier=members)
+    assert [(one.engine_id, one.state) for one in follows.record().members] == [(0, State.JOINING), (1, State.LEFT)]
+
+
+def rewards(*given: tuple[str, int | None]) -> tuple[RewardSection, ...]:
+    keys = ({"function" if ":" in name else "model": name, "concurrency": count} for name, count in given)
+    return tuple(RewardSection.model_validate(one) for one in keys)
 
 
 def test_engines_of_both_kinds_are_told_in_one_file_and_words_about_one_kind_are_not_about_the_other(tmp_path: Path) -> None:

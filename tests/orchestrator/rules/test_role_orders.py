@@ -16,8 +16,8 @@ from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, W
 from orchestrator.rules.roles import HOLD_WINDOWS, Layout, Pool, Roles, Window
 from orchestrator.rules.switch_seconds import FIRST_S, SwitchSeconds
 from pipelinerl.config.layout import Layout as TrainerLayout
-from pipelinerl.config.scaling import Units, units_of
-from pipelinerl.config.scoring import PrmSection
+from pipelinerl.config.scaling import Units, scoring_of, units_of
+from pipelinerl.config.scoring import PrmSection, RewardSection
 from pipelinerl.config.sections import EngineSection
 from pipelinerl.runtime.elastic_roles import RolesRecord
 
@@ -333,24 +333,53 @@ def test_a_process_reward_models_engines_change_with_whole_units_and_one_unit_of
         return PrmSection.model_validate({"path": "p", **keys})
 
     engine, trainer = EngineSection(), TrainerLayout(ranks=1)  # pyright: ignore[reportCallIssue]
-    units = units_of(engine, trainer, prm(count=2))
-    assert units == dataclasses.replace(ONE, prms=1, core_prms=1)
-    assert units_of(engine, trainer, prm(options={"tensor_parallel_size": 2})) == ONE, "two devices do not change here"
-    assert units_of(engine, trainer, PrmSection()) == ONE, "there is none"  # pyright: ignore[reportCallIssue]
+
+    def units_with(engine: EngineSection, prm: PrmSection) -> Units:
+        return units_of(engine, trainer, scoring_of(prm, ()))
+
+    units = units_with(engine, prm(count=2))
+    assert units == dataclasses.replace(ONE, scored_by="prm", scorers=1, core_scorers=1)
+    assert units_with(engine, prm(options={"tensor_parallel_size": 2})) == ONE, "two devices do not change here"
+    assert units_with(engine, PrmSection()) == ONE, "there is none"  # pyright: ignore[reportCallIssue]
     wide = EngineSection.model_validate({"options": {"tensor_parallel_size": 2}})
-    assert units_of(wide, trainer, prm(count=4)).core_prms == 2
-    assert orders_of(Layout(engines=2, width=1, scorers=1), units) == Orders(2, 1, 2)
-    assert layout_of(Orders(2, 1, 2), units, width=1) == Layout(engines=2, width=1, scorers=1)
-    assert layout_of(Orders(2, 1, 3), units_of(wide, trainer, prm(count=4)), width=2) is None
+    assert units_with(wide, prm(count=4)).core_scorers == 2
+    assert orders_of(Layout(engines=2, width=1, scorers=1), units) == Orders(2, 1, 2, "prm")
+    assert layout_of(Orders(2, 1, 2, "prm"), units, width=1) == Layout(engines=2, width=1, scorers=1)
+    assert layout_of(Orders(2, 1, 3, "prm"), units_with(wide, prm(count=4)), width=2) is None
     pool = dataclasses.replace(rule().roles.pool, core_scorers=1.0)
-    found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(3, 1, 1))
+    found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(3, 1, 1, "prm"))
     found.seconds.started(10.0)
     window = dataclasses.replace(WINDOW, replica_rate=2000, scorer_rate=300)
-    begun = planned(found, window=window, wanted=Orders(3, 1, 1))
+    begun = planned(found, window=window, wanted=Orders(3, 1, 1, "prm"))
     assert begun is not None
-    assert (begun.word, begun.orders) == (Word.BEGINS, Orders(2, 1, 2))
+    assert (begun.word, begun.orders) == (Word.BEGINS, Orders(2, 1, 2, "prm"))
     assert str(begun.orders) == "engines=2 trainer=1 prm=2"
-    assert found.follow(seen(Orders(2, 1, 2), now_s=10.0)) is not None
-    back = planned(found, step=8, window=dataclasses.replace(window, scorer_rate=2000), wanted=Orders(2, 1, 2))
+    followed = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(2, 1, 2, "prm"))
+    followed.restore(found.record)
+    for one in (found, followed):
+        taken = one.follow(seen(Orders(2, 1, 2, "prm"), now_s=10.0))
+        assert taken is not None
+        assert taken.word is Word.TAKEN
+    back = planned(found, step=8, window=dataclasses.replace(window, scorer_rate=2000), wanted=Orders(2, 1, 2, "prm"))
     assert back is not None
-    assert (back.word, back.orders) == (Word.BEGINS, Orders(3, 1, 1))
+    assert (back.word, back.orders) == (Word.BEGINS, Orders(3, 1, 1, "prm"))
+
+
+def test_a_reward_models_processes_change_where_it_is_the_only_model_that_scores():
+    def rewards(*concurrency: int | None) -> tuple[RewardSection, ...]:
+        models = [
+            RewardSection.model_validate({"model": f"orm-{number}", "concurrency": count}) for number, count in enumerate(concurrency)
+        ]
+        return (RewardSection.model_validate({"function": "rules.py:reward"}), *models)
+
+    engine, trainer, none = EngineSection(), TrainerLayout(ranks=1), PrmSection()  # pyright: ignore[reportCallIssue]
+    assert scoring_of(none, rewards(3, None)) == {"reward.1": (3, 1), "reward.2": (1, 1)}
+    units = units_of(engine, trainer, scoring_of(none, rewards(3)))
+    assert units == dataclasses.replace(ONE, scored_by="reward.1", scorers=1, core_scorers=1)
+    assert str(orders_of(Layout(engines=2, width=1, scorers=2), units)) == "engines=2 trainer=1 reward.1=3"
+    wide = EngineSection.model_validate({"options": {"tensor_parallel_size": 2}})
+    two = units_of(wide, trainer, scoring_of(none, rewards(4)))
+    assert (two.scorers, two.core_scorers) == (2, 2), "two devices hold two processes"
+    assert units_of(engine, trainer, scoring_of(none, rewards(3, 1))) == ONE, "of two models neither changes"
+    with_prm = PrmSection.model_validate({"path": "p"})
+    assert units_of(engine, trainer, scoring_of(with_prm, rewards(1))) == ONE

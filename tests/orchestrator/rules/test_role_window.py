@@ -187,8 +187,24 @@ def test_what_a_unit_of_the_process_reward_model_scores_while_it_works():
     after_ten_seconds(window)
     window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
     at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), scored_s=10.0)
-    found = window.window(at, engines_of_unit=1, prms_of_unit=2)
+    found = window.window(at, engines_of_unit=1, scorers_of_unit=2)
     assert found is not None
     assert found[0].scorer_rate == 1000
-    assert window.window(dataclasses.replace(at, scored_s=2.0), engines_of_unit=1, prms_of_unit=2) is None, "nothing was scored"
+    assert window.window(dataclasses.replace(at, scored_s=2.0), engines_of_unit=1, scorers_of_unit=2) is None, "nothing was scored"
     assert seen(window, dataclasses.replace(at, scored_s=None))[0].scorer_rate is None
+
+
+def test_what_models_score_at_most_that_do_not_change():
+    """4,000 tokens in 8 seconds of one process are 500 per second of it; in 4 seconds of another model's two 2,000. One has not scored."""
+    window = begun()
+    window.begin(dataclasses.replace(counts(0.0), others_s=(2.0, 1.0, 0.0)))
+    after_ten_seconds(window)
+    window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
+    at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), others_s=(10.0, 5.0, 0.0))
+    for numbers, most in (((1, 2, 1), 500), ((8, 2, 1), 2000)):
+        found = window.window(at, engines_of_unit=1, others=numbers)
+        assert found is not None
+        assert found[0].scored_most == most
+    still = window.window(dataclasses.replace(at, others_s=(2.0, 1.0, 0.0)), engines_of_unit=1, others=(1, 2, 1))
+    assert still is not None
+    assert still[0].scored_most is None

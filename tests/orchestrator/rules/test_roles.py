@@ -25,6 +25,7 @@ def test_the_speed_is_that_of_the_slowest_part():
     assert speed(Layout(engines=4, width=1), POOL, WINDOW) == pytest.approx(1000), "four write 2,000, the core trains 1,000"
     scored = dataclasses.replace(WINDOW, scorer_rate=400)
     assert speed(dataclasses.replace(TRAINS_MUCH, scorers=2), POOL, scored) == pytest.approx(800)
+    assert speed(TRAINS_MUCH, POOL, dataclasses.replace(WINDOW, scored_most=700)) == pytest.approx(700), "scorers that never change"
 
 
 def test_an_engine_runs_what_it_has_slots_room_and_work_for():
