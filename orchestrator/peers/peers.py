@@ -12,6 +12,7 @@ from orchestrator.rules.validation.penalties import Penalties, Penalty
 from orchestrator.rules.validation.violations import Kind, Violation, number_of, shorten, wrong_identity
 from pipelinerl.errors import PeerGone, PeerRefused, PeerSilent
 from pipelinerl.messages import Failed, Message, Starting, Stop, Unread
+from pipelinerl.runtime.membership import State
 from pipelinerl.transport.base import Hub
 
 Handler = Callable[[str, Any], None]
@@ -248,7 +249,7 @@ class Peers:
         while True:
             await asyncio.sleep(self._silent_after_s / 4)
             for peer, heard_at in list(self._heard_at.items()):
-                if peer in self._banned:
+                if peer in self._banned or self._is_to_join(peer):
                     continue
                 limit_s = self._ready_deadline_s if peer in self._starting else self._silent_after_s
                 self._look_at(peer, silence_s=loop.time() - heard_at, limit_s=limit_s)
@@ -272,6 +273,12 @@ class Peers:
             self._silent.add(peer)
             self._gone.add(peer)
             self._replace(peer)
+
+    def _is_to_join(self, peer: str) -> bool:
+        """Return whether a process that joins has not announced itself: what was heard under its name is the last word of one that left."""
+        number = number_of(peer)
+        is_joining = self._membership.state(number) is State.JOINING and number not in self._membership.awaited()
+        return is_joining and peer not in self._process_ids
 
     def _awaited(self) -> set[str]:
         return self._named([*self._fixed, *self._membership.awaited()])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.messages import Float32, Int32, ScoredTrajectory, ToEngine, Trajectory
+from pipelinerl.messages import Float32, Int32, ScoredTrajectory, ToEngine, Trajectory, WeightsRefused
 from pipelinerl.runtime.membership import Members, ScaleRequest, StartedBy, State
 from tests.sim import peers
 from tests.sim.run import Beside, Simulated, config, mean_baseline, run
@@ -199,6 +199,27 @@ def test_a_spare_that_falls_silent_is_lost_by_name_and_welcome_when_it_comes_aga
     (reason,) = [line["reason"] for line in ended.lines if line["kind"] == "member" and line["state"] == "lost"]
     assert reason.startswith("it was last heard ")
     assert reason.endswith("s ago; the limit is 4 s")
+
+
+def test_the_last_word_of_an_engine_that_has_left_is_not_held_against_the_one_that_takes_its_place(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        machine = Machine(given)
+        await machine.until(1, State.LIVE)
+        machine.ask(1)
+        await machine.until(1, State.LEFT)
+        await asyncio.sleep(1.0)
+        link = given.hub.connect("engine-1", accepts=ToEngine)
+        link.send(WeightsRefused(engine_id=1, version=0, rollback_epoch=0, error="it was told to end"))
+        link.close()
+        machine.ask(2)
+        await machine.until(1, State.JOINING)
+        await asyncio.sleep(8.0)  # it loads for twice as long as an engine may be silent
+        await machine.answered()
+        await machine.until(1, State.LIVE)
+
+    ended = run(settings(steps=12), folder=tmp_path, beside=beside, world=SLOW)
+    assert ended.problems() == []
+    assert changes(ended)[1] == ["live", "draining", "left", "joining", "live"]
 
 
 def test_an_engine_that_is_killed_while_it_drains_costs_nothing(tmp_path: Path) -> None:
