@@ -21,6 +21,8 @@ QUIET_S, LONGEST_QUIET_S = 8.0, 64.0
 """Without a line, after which what is waited for is told: the first time, and at most, as it doubles while nothing is new."""
 STUCK_S = 5.0
 """Reward calls of which none ends for so long are told beside what is waited for."""
+BRIEF_S = 1.0
+"""Waits that are shorter tell nothing: a run that is well waits for something all the time."""
 SILENT_S = 10.0
 """Without a line from the orchestrator, which writes twice a second."""
 
@@ -126,7 +128,8 @@ def waiting_words(state: RunState, *, now: float, began: float) -> str:
         return "waiting for the orchestrator to begin"
     if now - status.t > SILENT_S:
         return f"the orchestrator has written nothing for {now - status.t:.0f} s; its log: logs/orchestrator.log"
-    words = [f"waiting for {wait_words(name)} for {seconds:.0f} s" for name, seconds in status.waits if not rows.is_idle(name)][:1]
+    waits = [(name, seconds) for name, seconds in status.waits if seconds >= BRIEF_S and not rows.is_idle(name)]
+    words = [f"waiting for {wait_words(name)} for {seconds:.0f} s" for name, seconds in waits[:1]]
     if state.scored_at is not None and now - state.scored_at >= STUCK_S:
         names = ", ".join(state.rewards)
         stuck = f"{units.plural(state.num_reward_calls, 'reward call')} under way, none has ended for {now - state.scored_at:.0f} s"

@@ -90,6 +90,13 @@ def test_a_reward_that_goes_on_is_not_said_to_hang():
     assert not any("reward calls" in line for line in said)
 
 
+def test_a_wait_of_a_moment_is_not_told():
+    log = Log()
+    log.at(1, RUN)
+    for second, seconds, words in ((9, 0.4, "9 s: step 0/10"), (25, 1.0, "25 s: waiting for a free engine slot (generation) for 1 s")):
+        assert log.at(second, status(waits=[wait("generation", "a free engine slot", seconds)])) == [words]
+
+
 def test_an_orchestrator_that_says_nothing_is_told():
     log = Log()
     log.at(1, RUN, status())
