@@ -120,6 +120,19 @@ async def begun(given: Beside, folder: Path, **how: Any) -> AsyncIterator[Launch
         journal.close()
 
 
+async def with_one_that_drains(launcher: Launcher) -> Scorer:
+    """Have a second process join, and drain while it has a batch; return its scorer."""
+    launcher.order(reward=2)
+    await launcher.settled()
+    scorer = launcher.scorers[0]
+    while not scorer.queue.num_held(1):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    launcher.order(reward=1, drain_s=600.0)
+    while 1 not in scorer._closed:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return scorer
+
+
 def simulated(where: Config, folder: Path, beside: Any, *, world: peers.World = SLOW, **how: Any) -> Simulated:
     return run(where, folder=folder, beside=beside, world=world, limit_s=6000.0, **{"cast": Cast(scorer=trainer_group.nobody), **how})
 
@@ -253,14 +266,7 @@ def test_a_scorer_that_is_killed_comes_again_with_the_processes_that_the_run_has
 def test_a_process_that_is_killed_while_it_drains_has_left(tmp_path: Path) -> None:
     async def beside(given: Beside) -> None:
         async with begun(given, tmp_path, speed=Speed(batch_s=2.0)) as launcher:
-            launcher.order(reward=2)
-            await launcher.settled()
-            scorer = launcher.scorers[0]
-            while not scorer.queue.num_held(1):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            launcher.order(reward=1, drain_s=600.0)
-            while 1 not in scorer._closed:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            scorer = await with_one_that_drains(launcher)
             await scorer.kill_process(1)
             await launcher.settled()
             await until_finished(given)
@@ -274,14 +280,7 @@ def test_a_process_that_is_killed_while_it_drains_has_left(tmp_path: Path) -> No
 def test_a_process_that_was_to_leave_stays_where_that_is_asked_for_meanwhile(tmp_path: Path) -> None:
     async def beside(given: Beside) -> None:
         async with begun(given, tmp_path, speed=Speed(batch_s=4.0)) as launcher:
-            launcher.order(reward=2)
-            await launcher.settled()
-            scorer = launcher.scorers[0]
-            while not scorer.queue.num_held(1):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            launcher.order(reward=1, drain_s=600.0)
-            while 1 not in scorer._closed:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            scorer = await with_one_that_drains(launcher)
             launcher.order(reward=2)
             before = scorer.scored.get(1, 0)
             while scorer.scored.get(1, 0) < before + 40:  # noqa: ASYNC110
