@@ -98,8 +98,7 @@ class Scaling:
         left. Return why that cannot be, or what is still missing after the time that both may take; empty where it has happened.
         """
         assert self._tasks is not None, "calls come once the run has its peers"
-        asked = self.folder.asked()
-        number = 1 + max(self.membership.record().request_id, 0 if asked is None else asked.request_id)
+        number = 1 + self.membership.record().request_id
         self._scale(ScaleRequest(request_id=number, engines=engines, drain_s=drain_s), self._tasks)
         self._tell()
         if refused := self.membership.record().refused:
@@ -140,11 +139,8 @@ class Scaling:
             raise PeerGone(f"{membership.kind} {engine_id}, the last of the run, will not serve any more: {reason}")
 
     def _carry_out(self, tasks: asyncio.TaskGroup) -> None:
-        asked = self.folder.asked()
-        before = self.membership.record()
-        if asked is None or asked.request_id <= before.request_id:
-            return
-        self._scale(asked, tasks)
+        if (asked := self.folder.asked(after=self.membership.record().request_id)) is not None:
+            self._scale(asked, tasks)
 
     def _follow_roles(self, roles: RoleChanges | None, tasks: asyncio.TaskGroup) -> None:
         """Carry out what the rule of elastic roles orders, as if somebody had asked for it."""

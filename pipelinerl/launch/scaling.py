@@ -62,7 +62,9 @@ def ask(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: Started
     Raises `ConfigError` for what cannot be asked of this run, `PeerRefused` with the orchestrator's words, and `PeerSilent` without any.
     """
     wanted = check(run_folder, wanted, drain_s=drain_s, started_by=started_by)
-    folder, number = ScaleFolder(run_folder), time.time_ns()
+    folder = ScaleFolder(run_folder)
+    newest = 0 if (found := folder.members()) is None else found.request_id
+    number = max(time.time_ns(), newest + 1)  # the clock of whoever asked last may be ahead of this one
     request = ScaleRequest(request_id=number, drain_s=drain_s, started_by=started_by, **dataclasses.asdict(wanted))
     folder.ask(request)
     end = time.monotonic() + ANSWER_S

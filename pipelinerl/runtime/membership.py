@@ -1,10 +1,10 @@
 """The engines that a live run has, as files in `<run>/scale` that everybody reads: they may join and leave while it goes on.
 
-`request.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that writes
-it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` (of the process reward model's:
-`gone-prm-<engine>.json`) when they will not serve any more, and in `no-room-<engine>.json` when an engine of another width waits for GPUs.
-Processes of reward models have no peer of their own: the scorer starts and ends them as it reads here, each that joins once the launcher
-has dealt it a GPU (`reward-gpus.json`).
+`request-<id>.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that
+writes it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` (of the process reward
+model's: `gone-prm-<engine>.json`) when they will not serve any more, and in `no-room-<engine>.json` when an engine of another width waits
+for GPUs. Processes of reward models have no peer of their own: the scorer starts and ends them as it reads here, each that joins once the
+launcher has dealt it a GPU (`reward-gpus.json`).
 `trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
 `elastic.json` is what the rule of elastic roles remembers (`elastic_roles`).
 """
@@ -203,12 +203,23 @@ class ScaleFolder:
         self._folder = run_folder / "scale"
 
     def ask(self, request: ScaleRequest) -> None:
-        """Ask the orchestrator for a number of engines."""
-        self._write("request.json", request)
+        """Ask the orchestrator for a number of engines. Each request is a file of its own: who asks at the same moment takes no other's
+        place."""
+        self._write(f"request-{request.request_id}.json", request)
 
-    def asked(self) -> ScaleRequest | None:
-        """Return the newest request; None where there was none."""
-        return self._read(self._folder / "request.json", ScaleRequest)
+    def asked(self, *, after: int) -> ScaleRequest | None:
+        """Return the oldest request that is newer than the one answered last, `after`; None where there is none. Those before it are
+        removed; a damaged one is an error once."""
+        for number, path in sorted((int(path.stem.removeprefix("request-")), path) for path in self._folder.glob("request-[0-9]*.json")):
+            if number <= after:
+                path.unlink(missing_ok=True)
+                continue
+            try:
+                return self._read(path, ScaleRequest)
+            except ConfigError:
+                path.unlink(missing_ok=True)
+                raise
+        return None
 
     def publish(self, members: Members) -> None:
         """Say which engines the run has; the orchestrator alone does."""

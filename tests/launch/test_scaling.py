@@ -17,7 +17,7 @@ import pytest
 
 from pipelinerl.config.file import load, parse, write_run
 from pipelinerl.demo.settings import demo_config, make_demo_model
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, PeerSilent
 from pipelinerl.launch import scaling
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.joining import joining_engines
@@ -386,3 +386,13 @@ def test_the_orchestrators_record_says_whose_an_engine_is(tmp_path: Path) -> Non
     ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=2, count=2))
     own = {kind: [number for number in range(4) if is_own(tmp_path, number, kind)] for kind in StartedBy}
     assert own == {StartedBy.RUN: [0], StartedBy.LAUNCHER: [2], StartedBy.JOB: [3]}
+
+
+def test_who_has_a_clock_behind_that_of_the_order_before_waits_for_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "check", lambda folder, wanted, **_: wanted)
+    monkeypatch.setattr(scaling, "ANSWER_S", 0.0)
+    ahead = 2**62
+    ScaleFolder(tmp_path).publish(Members(members=(), num_wanted=1, count=1, request_id=ahead))
+    with pytest.raises(PeerSilent, match="to answer engines=2"):
+        scaling.ask(tmp_path, scaling.Wanted(engines=2), drain_s=0.0, started_by=StartedBy.LAUNCHER)
+    assert ScaleFolder(tmp_path).asked(after=ahead) is not None

@@ -302,7 +302,7 @@ def test_damaged_files_are_named_once_each_and_hold_up_no_later_request(tmp_path
         await machine.until(1, State.LIVE)
         folder = given.folder._folder
         (folder / "gone-1.json").write_bytes(b"{")
-        (folder / "request.json").write_bytes(b'{"engines": "many"}')
+        (folder / "request-1.json").write_bytes(b'{"engines": "many"}')
         await asyncio.sleep(10.0)
         machine.ask(3)
         await machine.answered()
@@ -311,5 +311,20 @@ def test_damaged_files_are_named_once_each_and_hold_up_no_later_request(tmp_path
     ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW)
     assert ended.problems() == []
     told = [line["refused"] for line in ended.lines if line["kind"] == "scale" and line["refused"]]
-    assert [name for words in told for name in ("gone-1.json", "request.json") if name in words] == ["gone-1.json", "request.json"]
+    assert [name for words in told for name in ("gone-1.json", "request-1.json") if name in words] == ["gone-1.json", "request-1.json"]
     assert changes(ended)[1] == ["live"], "a damaged word is no word"
+
+
+def test_orders_given_at_the_same_moment_are_all_carried_out(tmp_path: Path) -> None:
+    async def beside(given: Beside) -> None:
+        machine = Machine(given)
+        await machine.until(1, State.LIVE)
+        machine.ask(3)
+        machine.ask(9)
+        machine.ask(1)
+        await asyncio.sleep(5.0)
+
+    ended = run(config(trainer={"steps": 4}), folder=tmp_path, beside=beside, world=SLOW)
+    assert ended.problems() == []
+    answers = [(line["engines"], bool(line["refused"])) for line in ended.lines if line["kind"] == "scale"]
+    assert answers == [(3, False), (9, True), (1, False)]

@@ -137,14 +137,19 @@ def test_an_engine_that_no_policy_could_reach_is_told_so() -> None:
 
 def test_a_damaged_file_of_the_folder_is_named(tmp_path: Path) -> None:
     folder = ScaleFolder(tmp_path)
-    assert (folder.asked(), folder.members(), folder.take_gone()) == (None, None, {})
+    assert (folder.asked(after=0), folder.members(), folder.take_gone()) == (None, None, {})
     folder.tell_gone([3], "its machine was taken")
     assert folder.take_gone() == {3: Gone(reason="its machine was taken").reason}
     assert folder.take_gone() == {}
-    folder.ask(request(1, 2))
-    (tmp_path / "scale" / "request.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"request\.json is not what this program writes there"):
-        folder.asked()
+    for number in (1, 2, 10):
+        folder.ask(request(number, 2))
+    assert [folder.asked(after=after) for after in (0, 2, 10)] == [request(1, 2), request(10, 2), None]
+    assert not list((tmp_path / "scale").iterdir()), "what was answered is removed"
+    (tmp_path / "scale" / "request-11.json").write_text("{")
+    folder.ask(request(12, 3))
+    with pytest.raises(ConfigError, match=r"request-11\.json is not what this program writes there"):
+        folder.asked(after=10)
+    assert folder.asked(after=10) == request(12, 3), "it holds up no other"
 
 
 def short(*, started_by: StartedBy = StartedBy.JOB) -> Membership:
