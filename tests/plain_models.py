@@ -36,6 +36,9 @@ def _chosen(logprobs: torch.Tensor, ids: list[int]) -> list[float]:
 
 def by_vllm(folder: str, sequences: list[list[int]]) -> list[list[float]]:
     options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 256}
+    with open(f"{folder}/config.json") as file:
+        if "kv_lora_rank" in json.load(file):
+            options["attention_backend"] = "CPU_MLA"  # on a processor with AMX vLLM's own choice takes no float32
     model = LLM(folder, skip_tokenizer_init=True, disable_log_stats=True, **options)
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     replies = model.generate([{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False)

@@ -80,6 +80,8 @@ from pipelinerl.messages import (
     RequestFailed,
     RequestKind,
     Result,
+    RewardModelLoad,
+    RewardProcess,
     Routes,
     Sample,
     Sampling,
@@ -165,6 +167,7 @@ MICRO_BATCH = MicroBatch(
     rollout_ids=("4/0", "4/1"),
 )
 NODES = Nodes(parents=np.array([-1, -1, 1], np.int32), lengths=np.array([1, 1, 1], np.int32))
+MODEL_LOAD = RewardModelLoad(processes={0: RewardProcess(brought_by="0", is_loaded=True, num_held=3)}, busy_s=0.5)
 EXAMPLES: tuple[Message, ...] = (
     PROMPT,
     ServingTrainerReady(process_id=7, machine="m", transports=("cuda_ipc",)),
@@ -236,7 +239,9 @@ EXAMPLES: tuple[Message, ...] = (
     WeightsStaged(engine_id=1, version=3, stage_s=0.5),
     ScorerReady(scorer_id=0, process_id=1, num_slots=2),
     FunctionFailed(function="verify", kind=FunctionKind.REWARD, outcome=Outcome.ERROR, cause='ValueError("x")', where="rewards.py:12"),
-    ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5),
+    ScorerLoad(scorer_id=0, num_running=1, num_scored=2, busy_s=0.5, models={"reward.1": MODEL_LOAD}),
+    MODEL_LOAD,
+    *MODEL_LOAD.processes.values(),
     TURNS,
     TASK,
     Request(request_id=3, task=TASK),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -38,6 +39,7 @@ def load_vllm(
         "max_num_seqs": engine.max_running,
         "kv_cache_memory_bytes": _kv_cache_bytes(model, engine, rollout, on_cpu=on_cpu),
         "enforce_eager": on_cpu,
+        **attention_options(Path(model.path), on_cpu=on_cpu),
         **({} if on_cpu else device_options(replay_routing=model.replay_routing)),
         "async_scheduling": engine.async_scheduling,
         "disable_log_stats": True,
@@ -59,6 +61,14 @@ def load_vllm(
         raise
     except Exception as error:  # vLLM raises many kinds for a model it cannot serve; each becomes one message with its cause
         raise ConfigError(f"vLLM cannot serve {model.path}: {type(error).__name__}: {error}") from error
+
+
+def attention_options(folder: Path, *, on_cpu: bool) -> dict[str, str]:
+    """Return vLLM's option for latent attention on a CPU: of its own accord it packs the weights of a processor with AMX, which takes no
+    float32, and which no policy reaches (`derived`)."""
+    config = folder / "config.json"
+    has_latent = config.is_file() and "kv_lora_rank" in json.loads(config.read_text())
+    return {"attention_backend": "CPU_MLA"} if on_cpu and has_latent else {}
 
 
 def _kv_cache_bytes(model: ModelSection, engine: EngineSection, rollout: RolloutSection, *, on_cpu: bool) -> int | None:
