@@ -32,7 +32,8 @@ class RewardSection(Section):
     )
     concurrency: PositiveInt | None = Field(
         None,
-        description="calls at once, in slots of its own; default: the slots all functions share. Of a model: first processes; default 1",
+        description="calls at once, in slots of its own; default: the slots all functions share. Of a model: the processes that it begins"
+        " with; default 1",
     )
     per_s: PositiveFloat | None = Field(None, description="calls begun per second, at most")
     retries: Annotated[int, Field(ge=0)] = Field(0, description="further tries after an error or a timeout; arms the circuit breaker, too")

@@ -70,8 +70,10 @@ def ask(run_folder: Path, wanted: Wanted, *, drain_s: float, started_by: Started
     end = time.monotonic() + ANSWER_S
     while (found := folder.members()) is None or found.request_id < number:
         if time.monotonic() > end:
+            folder.withdraw(request)
             raise PeerSilent(
-                f"waited {ANSWER_S:g} s for the orchestrator of {run_folder} to answer {wanted}; see logs/orchestrator.log there"
+                f"waited {ANSWER_S:g} s for the orchestrator of {run_folder} to answer {wanted}, which is asked for no more; see"
+                " logs/orchestrator.log there"
             )
         time.sleep(LOOK_EVERY_S)
     if found.request_id == number and found.refused:

@@ -207,6 +207,10 @@ class ScaleFolder:
         place."""
         self._write(f"request-{request.request_id}.json", request)
 
+    def withdraw(self, request: ScaleRequest) -> None:
+        """Ask no more, where nobody has answered."""
+        (self._folder / f"request-{request.request_id}.json").unlink(missing_ok=True)
+
     def asked(self, *, after: int) -> ScaleRequest | None:
         """Return the oldest request that is newer than the one answered last, `after`; None where there is none. Those before it are
         removed; a damaged one is an error once."""

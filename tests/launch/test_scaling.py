@@ -393,6 +393,9 @@ def test_who_has_a_clock_behind_that_of_the_order_before_waits_for_an_answer(tmp
     monkeypatch.setattr(scaling, "ANSWER_S", 0.0)
     ahead = 2**62
     ScaleFolder(tmp_path).publish(Members(members=(), num_wanted=1, count=1, request_id=ahead))
-    with pytest.raises(PeerSilent, match="to answer engines=2"):
+    asked, ask = list[int](), ScaleFolder.ask
+    monkeypatch.setattr(ScaleFolder, "ask", lambda self, request: ask(self, request) or asked.append(request.request_id))
+    with pytest.raises(PeerSilent, match="to answer engines=2, which is asked for no more"):
         scaling.ask(tmp_path, scaling.Wanted(engines=2), drain_s=0.0, started_by=StartedBy.LAUNCHER)
-    assert ScaleFolder(tmp_path).asked(after=ahead) is not None
+    assert asked == [ahead + 1]
+    assert ScaleFolder(tmp_path).asked(after=ahead) is None, "else whoever resumes the run carries it out"
