@@ -216,7 +216,7 @@ class Queue:
     def release(self, slot: int) -> None:
         """Empty a slot whose worker is ended on purpose: its calls wait again, at the front, and none of them is suspected."""
         for ticket in reversed(self._slots[slot].held):
-            if ticket.slot == slot and not ticket.is_done:
+            if ticket.slot == slot:
                 ticket.slot = None
                 self._waiting.appendleft(ticket)
         self._slots[slot] = _Slot()
