@@ -196,7 +196,7 @@ class PipelineSection(Section):
     adaptive_concurrency: bool = Field(
         False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
     )
-    elastic: bool = Field(False, description="let devices change between engines, trainer ranks and engines of prm.path where it pays")
+    elastic: bool = Field(False, description="let devices change between engines, trainer ranks and a model that scores, where it pays")
     dispatch: Literal["in_order", "longest_first"] = Field(
         "in_order", description="longest_first: of each group one rollout first, whose length predicts its siblings', then the longest"
     )
