@@ -10,8 +10,10 @@
 What keeps it honest: `draw` and `forecast` write down the hash of the simulator's code; `run` refuses where the forecasts are not committed
 as they stand, or the code has changed since. The cases are drawn after the last change of that code, because a draw names its hash, too.
 
-A try counts where others took at most `MOST_OTHERS` of the machine; it is made again where not. Tries of the seeds 2 and 3 were also
-foretold once more at the processor's speed right before each. Both forecasts are stored; it made errors larger, and is done no more.
+A try counts where others took at most `MOST_OTHERS` of the machine, and where (from seed 6 on) a control run right before it and one right
+after it were as fast as those beside the runs that forecasts learn from, within `MOST_DRIFT`; it is made again where not. Tries of the
+seeds 2 and 3 were also foretold once more at the processor's speed right before each. Both forecasts are stored; it made errors larger,
+and is done no more.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ FIGURES: tuple[str, ...] = ("tokens_per_s", "staleness_mean", "engines_idle_frac
 GOALS = (0.05, 0.10)
 """Median and largest error: relative of rates, in versions over the larger of 1 and the live value of staleness, absolute of fractions."""
 SIMULATED_SEEDS = range(5)
+MOST_DRIFT = 0.05
+"""By how much the tokens/s of control runs may be off the mean of those beside the runs that forecasts learn from."""
 
 
 def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
@@ -53,18 +57,25 @@ def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
     until_s = time.monotonic() + budget_s
     match stage:
         case "draw":
-            drawn = {"seed": seed, "code": code_hash(), "commit": _git("rev-parse", "HEAD"), "cases": draw(seed), "forecasts": []}
+            drawn = {
+                "seed": seed,
+                "code": code_hash(),
+                "commit": _git("rev-parse", "HEAD"),
+                "cases": draw(seed),
+                "controls": [],
+                "forecasts": [],
+            }
             _write(FORECASTS, [*_records(), drawn])
             cases.forget_learned()
         case "calibrate":
-            for case in _record()["cases"]:
-                cases.calibrate(case, until_s=until_s)
+            calibrate(until_s)
         case "forecast":
             forecast()
         case "run":
             _refuse_unless_foretold()
+            control = cases.control()
             while (missing := _missing(number)) is not None and time.monotonic() < until_s:
-                run(missing)
+                control = run(missing, control)
         case _:
             pass
     table()
@@ -77,6 +88,26 @@ def code_hash() -> str:
         for path in sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]:
             digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def calibrate(until_s: float) -> None:
+    """Make the runs that forecasts learn from, between two control runs; all are forgotten where these are too far apart."""
+    *others, record = _records()
+    controls = [cases.control()]
+    for case in record["cases"]:
+        cases.calibrate(case, until_s=until_s)
+    controls.append(cases.control())
+    if drift(controls, record["controls"] + controls) > MOST_DRIFT:
+        cases.forget_learned()
+        record["controls"], controls = [], []
+        print("the machine became faster or slower meanwhile: --blind calibrate once more")
+    record["controls"] += controls
+    _write(FORECASTS, [*others, record])
+
+
+def drift(controls: list[float], reference: list[float]) -> float:
+    """Return by how much the control that is farthest from the mean of the reference is off it, as a part of that mean."""
+    return max(abs(one / statistics.fmean(reference) - 1) for one in controls)
 
 
 def forecast() -> None:
@@ -101,8 +132,8 @@ def foretold(case: dict[str, Any]) -> dict[str, float]:
     return {name: statistics.fmean(getattr(one, name) for one in runs) for name in FIGURES}
 
 
-def run(index: int) -> None:
-    """Run a case live, and keep what it showed, or how it failed."""
+def run(index: int, before: float) -> float:
+    """Run a case live, and keep what it showed, or how it failed; `before` is the control before it. Return the control after it."""
     record = _record()
     kept: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
     try:
@@ -110,7 +141,10 @@ def run(index: int) -> None:
         kept["live"] = cases.figures_of(folder)
     except subprocess.CalledProcessError as error:
         kept["failed"] = str(error)
+    kept["controls"] = [before, after := cases.control()]
+    kept["drift"] = drift(kept["controls"], record["controls"])
     _write(TRIES, [*_tries(), kept])
+    return after
 
 
 def _missing(number: int | None) -> int | None:
@@ -122,8 +156,8 @@ def _missing(number: int | None) -> int | None:
 
 
 def counts(one: dict[str, Any]) -> bool:
-    """Return whether a try came to its end on a machine of its own; of the first seed's nobody measured it."""
-    return "live" in one and one.get("others", 0.0) <= MOST_OTHERS
+    """Return whether a try came to its end on a machine of its own, as fast as before; of the first seeds nobody measured it."""
+    return "live" in one and one.get("others", 0.0) <= MOST_OTHERS and one.get("drift", 0.0) <= MOST_DRIFT
 
 
 def errors_of(foretold: dict[str, float], live: dict[str, float]) -> dict[str, float]:
@@ -178,8 +212,8 @@ def _rows(record: dict[str, Any], index: int) -> Iterator[harness.Row]:
             if "live" not in one:
                 yield row | {"live": one["failed"], "error": ""}
                 continue
-            words_of_others = "" if counts(one) else f"others took {one['others']:.2f} of the machine"
-            yield row | {"live": one["live"][name], "error": words_of_others or errors_of(told, one["live"])[name]}
+            disturbed = f"others took {one.get('others', 0.0):.2f} of the machine, control runs were {one.get('drift', 0.0):.2f} off"
+            yield row | {"live": one["live"][name], "error": errors_of(told, one["live"])[name] if counts(one) else disturbed}
 
 
 def _refuse_unless_foretold() -> None:

@@ -41,6 +41,8 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of two lengths tell a row from
 its tokens, rounds and few slots a pass from its sequences; in rounds engine and trainer also work alone. An environment and a process
 reward model have two runs of their own besides, as `_USUAL` and as `few`."""
+CONTROL: tuple[dict[str, Any], tuple[str, ...]] = ({"max_tokens": 24, "samples": 96}, ("pipeline.mode=sync", "trainer.steps=10"))
+"""A run in rounds, in which engine and trainer work alone: by its tokens/s one sees whether the machine became faster or slower."""
 _USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "slots": 128, "reward_s": 0.0}
 
 
@@ -120,6 +122,19 @@ def _learn(folder: Path, case: dict[str, Any]) -> None:
     print(f"{folder.name}: others took {others:.3f} of the machine", flush=True)
     if others <= MOST_OTHERS:
         made.rename(folder)
+
+
+def control() -> float:
+    """Return the tokens/s of `CONTROL`, run now, by itself."""
+    changed, overrides = CONTROL
+    others = 0.0
+    for _ in range(MOST_TRIES):
+        folder, others = live({**_USUAL, "engines": 1, "kind": "plain", **changed}, *overrides)
+        tokens_per_s = figures_of(folder)["tokens_per_s"]
+        print(f"control: {tokens_per_s:.0f} tokens/s, others took {others:.3f} of the machine", flush=True)
+        if others <= MOST_OTHERS:
+            return tokens_per_s
+    sys.exit(f"others work on this machine: they took {others:.3f} of it, where forecasts need a quiet one (at most {MOST_OTHERS})")
 
 
 def live(case: dict[str, Any], *overrides: str) -> tuple[Path, float]:

@@ -86,3 +86,10 @@ def test_a_try_beside_which_others_worked_does_not_count_and_one_that_failed_sho
     assert blind.counts(live | {"others": MOST_OTHERS})
     assert not blind.counts(live | {"others": MOST_OTHERS + 0.01})
     assert not blind.counts({"failed": "exit status 1"})
+
+
+def test_a_try_between_control_runs_of_another_speed_does_not_count():
+    live = {"live": {"tokens_per_s": 1.0}, "others": 0.0}
+    assert blind.drift([104.0, 97.0], [99.0, 101.0]) == pytest.approx(0.04)
+    assert blind.counts(live | {"drift": blind.MOST_DRIFT})
+    assert not blind.counts(live | {"drift": blind.MOST_DRIFT + 0.001})
