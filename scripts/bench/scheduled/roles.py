@@ -16,8 +16,10 @@ import collections
 import dataclasses
 import functools
 import itertools
-import statistics
+import multiprocessing
+import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -137,31 +139,43 @@ def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness
 
 
 def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
-    static = [(_simulated(case, one), one) for one in _fastest(case, static_layouts(case, quick=quick))]
-    best, layout = max(static, key=lambda pair: _speed(pair[0]))
-    usual = _speed(best)
+    first = elastic_layout(case)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
 
-    def add(way: str, run: Simulated, words: str) -> float:
-        gain = _speed(run) / usual
-        found.rows.append(_row(case, way, run, words, gain))
-        return gain
+        def begun(one: Candidate, **options: Any) -> Future[Shown]:
+            return pool.submit(_shown, case, one, **options)
 
-    for number, (run, one) in enumerate(static):
-        add(("best static" if one is layout else "static") + (", the planner's first" if not number else ""), run, said(one))
-    add("best static, relieve", _simulated(case, layout, migration=0), said(layout))
-    if not quick:
-        turns = found_by_planner(case, is_colocated=True)[0]
-        add("in turns on all", _simulated(case, turns), said(turns))
-    first, gains = elastic_layout(case), dict[str, float]()
-    starts = {"first lengths": first} | ({"best static": layout} if is_of_nodes(layout) else {})
-    for start, one in starts.items():
-        for way, migration in (("roles", None), ("roles and relieve", 0)):
-            run = _simulated(case, one, switch_s=SWITCH_S, migration=migration)
-            words = f"from {said(one)} to {_last(run)}"
-            gains[f"{way}, from {start}"] = add(f"{way}, from {start}", run, words)
-    for switch_s in () if quick or case.num_gpus > 48 else OTHER_SWITCHES_S:
-        run = _simulated(case, first, switch_s=switch_s, migration=0)
-        add(f"roles and relieve, from first lengths, {switch_s:g} s a change", run, f"to {_last(run)}")
+        layouts = static_layouts(case, quick=quick)
+        if case.steps * case.groups > LONG:
+            layouts = _fastest(dataclasses.replace(case, steps=LONG // case.groups), layouts, pool)
+        runs = [begun(one) for one in layouts]
+        turns = [] if quick else [begun(found_by_planner(case, is_colocated=True)[0])]
+        ways = {"roles": {"migration": None}, "roles and relieve": {"migration": 0}}
+        elastic = {f"{way}, from first lengths": begun(first, switch_s=SWITCH_S, **options) for way, options in ways.items()}
+        other_switches = () if quick or case.num_gpus > 48 else OTHER_SWITCHES_S
+        others = {
+            f"roles and relieve, from first lengths, {switch_s:g} s a change": begun(first, switch_s=switch_s, migration=0)
+            for switch_s in other_switches
+        }
+        static = [run.result() for run in runs]
+        best = max(range(len(static)), key=lambda number: static[number].speed)
+        relieved = begun(layouts[best], migration=0)
+        if is_of_nodes(layouts[best]):
+            elastic |= {f"{way}, from best static": begun(layouts[best], switch_s=SWITCH_S, **options) for way, options in ways.items()}
+
+        def add(way: str, run: Shown) -> float:
+            gain = run.speed / static[best].speed
+            found.rows.append({"GPUs": case.num_gpus, "way": way, "layout": run.layout, "over best static": gain, **run.figures})
+            return gain
+
+        for number, run in enumerate(static):
+            add(("best static" if number == best else "static") + (", the planner's first" if not number else ""), run)
+        add("best static, relieve", relieved.result())
+        for run in turns:
+            add("in turns on all", run.result())
+        gains = {way: add(way, run.result()) for way, run in elastic.items()}
+        for way, run in others.items():
+            add(way, run.result())
     for name, gain in gains.items():
         found.goals.append(harness.at_least(f"{case.num_gpus} GPUs: {name} over the best static layout", gain, 1.4))
 
@@ -213,12 +227,11 @@ def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
     return list({said(one): one for one in every}.values())
 
 
-def _fastest(case: Case, layouts: list[Candidate]) -> list[Candidate]:
-    """The fastest of some layouts in a shorter run of a load that is too long to simulate all of them."""
-    if case.steps * case.groups <= LONG:
-        return layouts
-    shorter = dataclasses.replace(case, steps=LONG // case.groups)
-    return sorted(layouts, key=lambda one: -_speed(_simulated(shorter, one)))[:NUM_WHOLE]
+def _fastest(case: Case, layouts: list[Candidate], pool: ProcessPoolExecutor) -> list[Candidate]:
+    """The fastest of some layouts."""
+    runs = [pool.submit(_shown, case, one) for one in layouts]
+    speeds = {said(one): run.result().speed for one, run in zip(layouts, runs, strict=True)}
+    return sorted(layouts, key=lambda one: -speeds[said(one)])[:NUM_WHOLE]
 
 
 def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
@@ -321,11 +334,36 @@ def _world(case: Case, config: Config, one: Candidate) -> World:
     return dataclasses.replace(world, sync=sync, report_every_s=REPORT_S, prompt_tokens=fixed(case.load.prompt), **load)
 
 
-def _simulated(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Simulated:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a simulated run shows."""
+
+    layout: str
+    speed: float
+    """Sampled tokens trained per second."""
+    figures: harness.Row
+
+
+def _shown(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Shown:
+    """Simulate a layout; devices change roles where a change takes `switch_s`."""
     config = _config_of(case, one)
-    world = _world(case, config, one)
     elastic = None if switch_s is None else elastic_of_plan(config, gpu=GPU, given=case.given, switch_s=switch_s)
-    return simulate(config, world, migration=migration, elastic=elastic)
+    run = simulate(config, _world(case, config, one), migration=migration, elastic=elastic)
+    speed, figures = run.totals.num_trained_tokens / run.totals.step_ends_s[-1], summary_of(run)
+    return Shown(
+        layout=said(one) if switch_s is None else f"from {said(one)} to {_last(run)}",
+        speed=speed,
+        figures={
+            "tokens/s": speed,
+            "trainer idle": figures.trainer_idle_fraction,
+            "staleness": figures.staleness_mean,
+            "changes": len(run.role_changes),
+            "moved": run.num_moved,
+            "evicted": run.num_evicted,
+            "stale": run.rollouts.stale,
+            "hours": run.totals.step_ends_s[-1] / 3600,
+        },
+    )
 
 
 def _times(factors: tuple[float, ...]) -> str:
@@ -336,30 +374,8 @@ def _times(factors: tuple[float, ...]) -> str:
     return f", times {', '.join(told)}" if len(factors) > 1 else ""
 
 
-def _speed(run: Simulated) -> float:
-    return run.totals.num_trained_tokens / run.totals.step_ends_s[-1]
-
-
 def _last(run: Simulated) -> str:
     if not run.role_changes:
         return "itself"
     after = run.role_changes[-1].after
     return f"{after.trainers + 1} nodes train, {after.engines} of engines of {after.width}"
-
-
-def _row(case: Case, way: str, run: Simulated, words: str, gain: float) -> harness.Row:
-    figures = summary_of(run)
-    return {
-        "GPUs": case.num_gpus,
-        "way": way,
-        "layout": words,
-        "tokens/s": _speed(run),
-        "over best static": gain,
-        "trainer idle": figures.trainer_idle_fraction,
-        "staleness": figures.staleness_mean,
-        "changes": len(run.role_changes),
-        "moved": run.num_moved,
-        "evicted": run.num_evicted,
-        "stale": run.rollouts.stale,
-        "hours": statistics.fmean([run.totals.step_ends_s[-1]]) / 3600,
-    }
