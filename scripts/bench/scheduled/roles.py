@@ -43,6 +43,8 @@ MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
 LONGEST = 32_768
 """Tokens of the longest answer."""
 WIDTHS = (1, 2, 4, 8)
+UNIT_NODES = (1, 2, 4)
+"""Nodes of a unit that may change its role."""
 REPORT_S = 10.0
 SLOTS = 32
 """Sequences for each device of an engine."""
@@ -126,12 +128,16 @@ def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness
     found, size = harness.Measured(), SIZES[num_gpus]
     what = LOADS[load]
     steps = QUICK_STEPS if quick else size["steps"] * what.step_factor
-    _measure(found, Case(num_gpus=num_gpus, groups=size["groups"], steps=steps, load=what), quick=quick)
+    case = Case(num_gpus=num_gpus, groups=size["groups"], steps=steps, load=what)
+    _measure(found, case, quick=quick)
+    most, of_whole_units = limit(case, of_whole_units=False), limit(case, of_whole_units=True)
     answers = f"answers of {what.mean:,.0f} tokens in the mean{_times(what.factors)}, cv {what.cv}"
     prompts = f"prompts of {what.prompt:,.0f}{_times(what.prompt_factors)}"
     found.notes += [
         f"a change of roles takes {SWITCH_S:g} s from the end of one to the beginning of the other, where no other number stands",
         f"{MODEL} on {GPU}, K = {what.staleness}, {steps} steps of {size['groups']} groups of 8; {answers}; {prompts}",
+        f"what changes is {unit_of(case)} GPUs; by the planner's formulas the best layout for each step's own lengths is {most:.2f} times"
+        f" as fast as the best static one where changes cost nothing, and of whole units {of_whole_units:.2f} times",
         "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
         "OrchestrRL (arXiv 2601.01209) reports up to 1.40x (14 B; 1.34x 32 B) on 48 H800, v2 up to 1.42x on 64; at 1,024 its network alone",
     ]
@@ -160,7 +166,7 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
         static = [run.result() for run in runs]
         best = max(range(len(static)), key=lambda number: static[number].speed)
         relieved = begun(layouts[best], migration=0)
-        if is_of_nodes(layouts[best]):
+        if is_of_units(case, layouts[best]):
             elastic |= {f"{way}, from best static": begun(layouts[best], switch_s=SWITCH_S, **options) for way, options in ways.items()}
 
         def add(way: str, run: Shown) -> float:
@@ -205,9 +211,9 @@ def found_by_planner(case: Case, *, is_colocated: bool = False) -> list[Candidat
                 if not other.problems:
                     every.setdefault(said(other), other)
     if not is_colocated:
-        for num_nodes in range(1, case.num_gpus // NODE):
-            for width in WIDTHS:
-                one = of_nodes(case, num_nodes, width)
+        for unit in sorted({NODE, unit_of(case)}):
+            for num, width in itertools.product(range(1, case.num_gpus // unit), WIDTHS):
+                one = of_units(case, unit, num, width)
                 every.setdefault(said(one), one)
 
     def run_s(one: Candidate) -> float:
@@ -222,7 +228,7 @@ def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
     first = found_by_planner(case)[: 4 if quick else NUM_SIMULATED[case.num_gpus]]
     num_nodes = case.num_gpus // NODE
     splits = sorted({max(1, round(num_nodes * part / 8)) for part in range(1, 8)})
-    others = [of_nodes(case, nodes, width) for nodes in splits for width in WIDTHS[-2:]]
+    others = [of_units(case, NODE, nodes, width) for nodes in splits for width in WIDTHS[-2:]]
     every = first if quick else [*first, *(one for one in others if not one.problems)]
     return list({said(one): one for one in every}.values())
 
@@ -241,31 +247,58 @@ def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
     return judge({**one.inputs, **engines}, shape)
 
 
-def of_nodes(case: Case, num_nodes: int, width: int) -> Candidate:
-    """A layout whose trainer is so many nodes, each the planner's fastest trainer of one node, of the fewest replicas."""
+def of_units(case: Case, unit: int, num: int, width: int) -> Candidate:
+    """A layout whose trainer is so many units of so many GPUs, each the planner's fastest trainer of one, of the fewest replicas."""
     inputs, shape = _inputs(case)
-    engines = {"engines": (case.num_gpus - NODE * num_nodes) // width, "engine_tensor": width, "max_running": SLOTS * width}
-    return judge({**inputs, **_node_trainer(case), **engines, "ranks": float(NODE * num_nodes), "transport": float(DIRECT)}, shape)
+    engines = {"engines": (case.num_gpus - unit * num) // width, "engine_tensor": width, "max_running": SLOTS * width}
+    trainer, _ = _trainer(case, unit)
+    return judge({**inputs, **trainer, **engines, "ranks": float(unit * num), "transport": float(DIRECT)}, shape)
 
 
 @functools.cache
-def _node_trainer(case: Case) -> Mapping[str, float]:
-    """Return the layout of the planner's fastest trainer of one node, of those within a hundredth the one of the fewest replicas."""
+def _trainer(case: Case, unit: int) -> tuple[Mapping[str, float], float]:
+    """Return the layout of the planner's fastest trainer of one unit, of those within a hundredth the one of the fewest replicas; and the
+    speed of the fastest for each GPU.
+    """
     inputs, shape = _inputs(case)
-    ways = [(own, values["trained_rate"]) for own, values in trainers_of(NODE, inputs, shape) if own["pipeline"] == 1]
+    ways = [(own, values["trained_rate"]) for own, values in trainers_of(unit, inputs, shape) if own["pipeline"] == 1]
     best = max(rate for _, rate in ways)
-    return min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: NODE / (own["context"] * own["tensor"] * own["pipeline"]))
+    fastest = min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: unit / (own["context"] * own["tensor"]))
+    return fastest, best / unit
+
+
+@functools.cache
+def unit_of(case: Case) -> int:
+    """Return the GPUs of a unit: one, two or four nodes, the fewest whose trainer is within a hundredth as fast as any, for each GPU.
+
+    More GPUs hold less of the model each, and have room for activations that fewer must compute again.
+    """
+    speeds = {nodes * NODE: _trainer(case, nodes * NODE)[1] for nodes in UNIT_NODES}
+    return min(unit for unit, speed in speeds.items() if speed > 0.99 * max(speeds.values()))
 
 
 def elastic_layout(case: Case) -> Candidate:
-    """The fastest layout of whole nodes at the first lengths, by the planner's formulas."""
-    every = [of_nodes(case, nodes, width) for nodes in range(1, case.num_gpus // NODE) for width in WIDTHS]
+    """The fastest layout of whole units at the first lengths, by the planner's formulas."""
+    unit = unit_of(case)
+    every = [of_units(case, unit, num, width) for num in range(1, case.num_gpus // unit) for width in WIDTHS]
     return max((one for one in every if not one.problems), key=lambda one: SHEET.evaluate({**one.inputs, **case.given})["run_rate"])
 
 
-def is_of_nodes(one: Candidate) -> bool:
-    """Return whether a node more or less of the trainer is so many replicas more or less."""
-    return one.layout.ranks % NODE == 0 and NODE % one.values["weight_share"] == 0
+def is_of_units(case: Case, one: Candidate) -> bool:
+    """Return whether a unit more or less of the trainer is so many replicas more or less."""
+    unit = unit_of(case)
+    return one.layout.ranks % unit == 0 and unit % one.values["weight_share"] == 0
+
+
+def limit(case: Case, *, of_whole_units: bool) -> float:
+    """Return how much sooner a run would end than with the best static layout, by the planner's formulas, were each step made in the best
+    layout for its lengths, and no change took any time; of all layouts, or of those of whole units.
+    """
+    lengths = collections.Counter(tuple(each.items()) for each in case.lengths())
+    every = found_by_planner(case)
+    step_s = np.array([[SHEET.evaluate({**one.inputs, **dict(each)})["step_s"] for each in lengths] for one in every])
+    nums, may_be = np.array([*lengths.values()]), [not of_whole_units or is_of_units(case, one) for one in every]
+    return float((step_s @ nums).min() / (step_s[may_be].min(0) @ nums))
 
 
 def said(one: Candidate) -> str:
@@ -303,6 +336,7 @@ def _config_of(case: Case, one: Candidate) -> Config:
         for name, size in (("tensor_parallel_size", inputs["engine_tensor"]), ("pipeline_parallel_size", inputs["engine_pipeline"]))
         if size > 1
     }
+    checkpointing = "none" if not inputs["is_checkpointed"] else "selective" if inputs["keeps_products"] else "full"
     return _config(
         case,
         {
@@ -310,7 +344,7 @@ def _config_of(case: Case, one: Candidate) -> Config:
             "trainer": {
                 "ranks": layout.ranks,
                 "parallel": parallel,
-                "activation_checkpointing": "full" if inputs["is_checkpointed"] else "none",
+                "activation_checkpointing": checkpointing,
             },
             "pipeline": {"placement": "colocated"} if inputs["mode"] >= 3 else {},
         },
@@ -378,4 +412,4 @@ def _last(run: Simulated) -> str:
     if not run.role_changes:
         return "itself"
     after = run.role_changes[-1].after
-    return f"{after.trainers + 1} nodes train, {after.engines} of engines of {after.width}"
+    return f"{after.trainers + 1} units train, {after.engines} of engines of {after.width}"
