@@ -27,7 +27,8 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
     """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
     config = parts.config
     scoring = scoring_of(config.prm, config.reward)
-    width, units = config.engine.num_ranks, units_of(config.engine, config.trainer.layout, scoring)
+    width = config.engine.num_ranks
+    units = units_of(config.engine, config.trainer.layout, scoring, least_ranks=config.trainer.least_ranks)
     models = {one.membership.kind: one for one in (parts.prm, *parts.reward_models) if one is not None and one.membership.kind in scoring}
     changing = models.pop(units.scored_by, None)
     count, _ = scoring.get(units.scored_by, (0, 1))

@@ -36,7 +36,7 @@ def membership_of(
         most=engine.most,
         why_fixed=why,
         takes_all=takes_all,
-        tensor_parallel_size=engine.num_ranks // engine.num_stages,
+        tensor_parallel_size=engine.tensor_parallel_size,
         why_not_width=why_not_width,
     )
     if earlier is not None:

@@ -51,6 +51,9 @@ HOLD_WINDOWS = 2
 """Windows without a plan after a change that did not end in time. 0 would try the same one again at once."""
 MAX_REST = 64
 """Times by which a rest may become longer: with `HOLD_WINDOWS`, 128 windows. A larger value finds out later that a cause is gone."""
+WINDOW_SWITCHES = 2.0
+"""Seconds of a window over those of a change. With 2, a change that stops everything has to save a fifth of the time to pay within
+`HORIZON`. A larger value follows drifts later; a smaller one lets hardly any change pay."""
 PATIENCE = 3.0
 """Times its expected seconds that a change may take."""
 

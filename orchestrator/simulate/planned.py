@@ -15,7 +15,7 @@ from orchestrator.simulate.roles import Elastic
 from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.errors import ConfigError
+from pipelinerl.config.scaling import units_of
 from pipelinerl.planning.formulas import SHEET
 from pipelinerl.planning.inputs import TRANSPORTS, gpu_inputs, run_inputs
 from pipelinerl.planning.plan import model_of, parameters_of
@@ -39,17 +39,15 @@ def world_of_plan(config: Config, *, gpu: str, given: Mapping[str, float]) -> Wo
     )
 
 
-def elastic_of_plan(config: Config, *, gpu: str, given: Mapping[str, float], switch_s: float) -> Elastic:
-    """Return the devices of a run that may change roles, as far as a plan says what they then do: units of as many devices as hold whole
-    engines and one copy of the trainer's weights, of which the core is one. Raises `ConfigError`.
+def elastic_of_plan(config: Config, *, gpu: str, given: Mapping[str, float], switch_s: float, whole: int = 1) -> Elastic:
+    """Return the devices of a run that may change roles, as far as a plan says what they then do: the units of a live run
+    (`pipelinerl.config.scaling`), in multiples of `whole` devices. As there, the trainer starts again with each change of its ranks. Raises
+    `ConfigError`.
     """
-    inputs, values = _planned(config, gpu=gpu, given=given)
-    width, ranks = config.engine.num_ranks, config.trainer.layout.ranks
-    unit = math.lcm(width, int(values["weight_share"]))
-    if ranks % unit:
-        raise ConfigError(
-            f"--elastic: {ranks} ranks of the trainer are no whole units of {unit}, the ranks that share one copy of its weights"
-        )
+    inputs, _ = _planned(config, gpu=gpu, given=given)
+    trainer, width = config.trainer, config.engine.num_ranks
+    units = units_of(config.engine, trainer.layout, least_ranks=trainer.least_ranks, whole=whole)
+    unit = units.devices
     each = {"engine_pipeline": 1.0, "engines": 1.0}
     engines: dict[int, EngineWorld] = {}
     slots: dict[int, int] = {}
@@ -61,12 +59,13 @@ def elastic_of_plan(config: Config, *, gpu: str, given: Mapping[str, float], swi
             engines[other], slots[other] = _engine(changed, found), most
     return Elastic(
         unit_devices=unit,
-        core_replicas=config.trainer.layout.replicas * unit // ranks,
-        unit_replicas=config.trainer.layout.replicas * unit // ranks,
+        core_replicas=units.core_ranks // units.ranks_per_replica,
+        unit_replicas=unit // units.ranks_per_replica,
         width=width,
         engines=engines,
         slots=slots,
         switch_s=switch_s,
+        away_s=switch_s,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.rules.admission import STALENESS_BOUND
-from orchestrator.rules.roles import Change, EngineProfile, Layout, Pool, Role, Roles, Unit, Window, assign
+from orchestrator.rules.roles import WINDOW_SWITCHES, Change, EngineProfile, Layout, Pool, Role, Roles, Unit, Window, assign
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.generation import Generation
 from orchestrator.simulate.rollouts import Rollout
@@ -26,6 +26,9 @@ from pipelinerl.config import Config
 from pipelinerl.data.packing import Packing
 from pipelinerl.errors import ConfigError
 from pipelinerl.messages import Sample
+
+_WHOLE = 2
+"""The swap boundary with which a window begins, of those in a row at which every unit has its role: in the step before replicas join."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Elastic:
     slots: Mapping[int, int]
     """Sequences that it decodes at once, by width."""
     switch_s: float = 60.0
+    away_s: float = 0.0
+    """Of these, seconds in which no replica trains, where some join or leave."""
     stuck_fraction: float = 0.0
     """Part of the switches that never end, and are taken back."""
     window_steps: int = 2
@@ -89,7 +94,8 @@ class RoleChanges:
         """Units by each of their engines that leaves."""
         self._resizing: list[_Unit] = []
         """Units that wait for the step to end which their replicas still train."""
-        self._version = 0
+        self._version = self._num_whole = 0
+        """The newest policy, and swap boundaries in a row at which every unit had its role."""
         num_engines = sum(unit.role is Role.ENGINE for unit in self._units)
         self._roles = Roles(
             self._pool(config),
@@ -98,7 +104,7 @@ class RoleChanges:
         )
         self._pass_on, generation.on_finished = generation.on_finished, self._finished
         generation.on_empty = self._is_empty
-        trainer.on_resized = self._resized
+        trainer.on_resized, trainer.regroup_s = self._resized, elastic.away_s
         self._begin_window()
 
     def _first_units(self, config: Config) -> list[_Unit]:
@@ -132,6 +138,7 @@ class RoleChanges:
             },
             most_running=(self._generation.admission.schedule.max_staleness + 1) * batch,
             switch_s=elastic.switch_s,
+            away_s=elastic.away_s,
         )
 
     # --- what a window shows ---
@@ -172,8 +179,8 @@ class RoleChanges:
         context, part = self._read / self._sampled, self._sampled / (self._sampled + self._prompts)
         world, profile = self._elastic.engines[layout.width], pool.profiles[layout.width]
         return Window(
-            tokens=self._trained / self._num_steps * part * self._elastic.window_steps,
-            num_steps=self._elastic.window_steps,
+            tokens=self._trained * part,
+            num_steps=int(self._num_steps),
             context=context,
             slowness=busy_s / (passes * profile.pass_s(tokens / passes, context) + prompts * profile.prompt_token_s),
             prompt_tokens=prompts / tokens,
@@ -201,14 +208,23 @@ class RoleChanges:
     # --- changes ---
 
     def boundary(self, version: int) -> None:
-        """Take a swap boundary: the policy `version` is published."""
+        """Take a swap boundary: the policy `version` is published. As in a live run, no unit changes in a window, which is longer than a
+        change takes.
+        """
         self._version = version
-        if not self._roles.is_due(version):
+        self._num_whole = self._num_whole + 1 if self._roles.change is None and self._trainer.is_resized else 0
+        if self._num_whole < _WHOLE:
             return
-        change = self._roles.plan(version, self._window())
-        self._begin_window()
-        if change is not None:
-            self._begin(change)
+        if self._num_whole == _WHOLE:
+            self._begin_window()
+        is_long = self._events.now_s - self._began_s >= WINDOW_SWITCHES * self._elastic.switch_s
+        if not (is_long and self._num_steps >= self._elastic.window_steps and self._roles.is_due(version)):
+            return
+        if (window := self._window()) is not None:
+            change = self._roles.plan(version, window)
+            self._begin_window()
+            if change is not None:
+                self._begin(change)
 
     def _begin(self, change: Change) -> None:
         self.changes.append(change)

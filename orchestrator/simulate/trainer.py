@@ -59,6 +59,8 @@ class Trainer:
         """Called once it has as many replicas as `num_replicas` says."""
         self.num_replicas = num_replicas
         """Another number holds from the next step's beginning, after `regroup_s`."""
+        self.regroup_s = 0.0
+        """Seconds between two steps in which replicas join or leave the group."""
         self.num_closed = 0
         """Steps that have all their rows."""
         self.step = 0
@@ -178,7 +180,7 @@ class Trainer:
         self._note("wait", self._waits_since, self._events.now_s)
         self._waits_since, self._num_replicas = None, self.num_replicas
         self.on_resized()
-        self._work("regroup", self._world.regroup_s, self._wait)
+        self._work("regroup", self.regroup_s, self._wait)
 
     def _end_rows(self) -> None:
         """Change the weights, once the last policy is published."""

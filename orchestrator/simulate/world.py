@@ -84,8 +84,6 @@ class TrainerWorld:
     """Seconds in which a checkpoint holds up training."""
     restart_s: float = 60.0
     """From the death of a process until the next one trains."""
-    regroup_s: float = 0.0
-    """Seconds between two steps in which replicas join or leave the group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from orchestrator.rules.admission import ENGINES_FULL
 from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word
 from orchestrator.rules.role_window import LATE_S, SILENT_S, Counts, RoleWindow
-from orchestrator.rules.roles import Window
+from orchestrator.rules.roles import WINDOW_SWITCHES, Window
 from orchestrator.rules.trainer_ranks import TrainerChange
 from orchestrator.stages.training import Training
 from pipelinerl.messages import EngineLoad, StepDone
@@ -29,9 +29,6 @@ from pipelinerl.runtime.membership import Member, ScaleFolder, State
 from pipelinerl.runtime.trainer_ranks import Phase
 from pipelinerl.runtime.watch import Watch
 
-WINDOW_SWITCHES = 2.0
-"""Seconds of a window over those of a change. With 2, a change that stops everything has to save a fifth of the time to pay within the
-rule's horizon. A larger value follows drifts later; a smaller one lets hardly any change pay."""
 _NOT_HELD = (ENGINES_FULL, "completions")
 """Waits of generation that do not hold engines back."""
 

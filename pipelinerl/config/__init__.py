@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from pipelinerl.config.base import Section as Section
+from pipelinerl.config.engines import EngineSection as EngineSection
 from pipelinerl.config.gateway import GatewaySection as GatewaySection
 from pipelinerl.config.modes import Mode as Mode
 from pipelinerl.config.modes import Placement as Placement
@@ -29,7 +30,6 @@ from pipelinerl.config.sections import BatchSection as BatchSection
 from pipelinerl.config.sections import CheckpointSection as CheckpointSection
 from pipelinerl.config.sections import CriticSection as CriticSection
 from pipelinerl.config.sections import DataSection as DataSection
-from pipelinerl.config.sections import EngineSection as EngineSection
 from pipelinerl.config.sections import EvaluationSection as EvaluationSection
 from pipelinerl.config.sections import LoraSection as LoraSection
 from pipelinerl.config.sections import ModelSection as ModelSection

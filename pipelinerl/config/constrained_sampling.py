@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelinerl.config.sections import EngineSection, RolloutSection, TrainerSection
+from pipelinerl.config.engines import EngineSection
+from pipelinerl.config.sections import RolloutSection, TrainerSection
 
 BOUNDS = ("max_logprob_gap", "max_mismatch_kl")
 

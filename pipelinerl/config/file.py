@@ -76,7 +76,7 @@ def with_ranks(config: Config, ranks: int) -> Config:
 
 def with_tensor_parallel(config: Config, size: int) -> Config:
     """The same settings with another `engine.options.tensor_parallel_size`. Raises `ConfigError` where no engine could serve so."""
-    if size == config.engine.num_ranks // config.engine.num_stages:
+    if size == config.engine.tensor_parallel_size:
         return config
     tree = config.model_dump(mode="json")
     tree["engine"]["options"]["tensor_parallel_size"] = size

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelinerl.config.backends import TrainerBackend
+from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.families import takes_images
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.modes import Placement
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection
-from pipelinerl.config.sections import EngineSection, LoraSection, ModelSection, PipelineSection, TrainerSection
+from pipelinerl.config.sections import LoraSection, ModelSection, PipelineSection, TrainerSection
 from pipelinerl.config.tinker import TinkerSection
 from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
 

@@ -16,8 +16,12 @@ import math
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
+from pydantic import Field
+
+from pipelinerl.config.base import PositiveInt, Section
 from pipelinerl.errors import ConfigError
 
 
@@ -52,6 +56,8 @@ class Layout:
     """In which order a pipeline computes."""
     expert: int = 1
     """Ranks that share the experts; no factor of `ranks`, they are the same ranks seen another way."""
+    shards_all: bool = False
+    """`shard` is as many replicas as there are, and changes with them."""
 
     @property
     def num_stages(self) -> int:
@@ -73,6 +79,11 @@ class Layout:
         """Whole copies of the weights."""
         return self.replicas // self.shard
 
+    @property
+    def ranks_per_change(self) -> int:
+        """Ranks that join and leave a live run together: a copy of the weights, or a replica where all share one copy."""
+        return self.ranks_per_replica * (1 if self.shards_all else self.shard)
+
     def without(self, kind: str) -> Layout:
         """The nearest one to a valid layout that does without one kind of parallelism; valid, too: its ranks become copies."""
         return dataclasses.replace(self, **{kind: 1})
@@ -82,6 +93,32 @@ class Layout:
         if self.pipeline > 1:
             chosen["schedule"] = f'"{self.schedule}"'
         return ", ".join([f"ranks = {self.ranks}", *(f"parallel.{name} = {size}" for name, size in chosen.items())])
+
+
+def _number_or_all(value: object) -> object:
+    if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError(f'trainer.parallel.shard is {value!r}: expected an integer above 0, or "all"')
+
+
+class ParallelSection(Section):
+    shard: Annotated[PositiveInt | Literal["all"], pydantic.BeforeValidator(_number_or_all)] = Field(
+        1,
+        description="data-parallel replicas that share one copy of weights, gradients and optimizer state; all: as many as there are, also"
+        " where ranks join and leave",
+    )
+    context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
+    tensor: PositiveInt = Field(1, description="ranks that share every matrix")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers")
+    schedule: Schedule = Field(Schedule.ONE_FORWARD_ONE_BACKWARD, description="of a pipeline: 1f1b, interleaved or zero_bubble")
+    expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
+
+    def layout(self, ranks: int) -> Layout:
+        """Return how so many ranks share the model."""
+        if self.shard != "all":
+            return Layout(ranks=ranks, **self.model_dump())
+        alone = Layout(ranks=ranks, **self.model_dump(exclude={"shard"}), shards_all=True)
+        return dataclasses.replace(alone, shard=max(1, alone.replicas))
 
 
 _KINDS = ("shard", "context", "tensor", "pipeline", "expert")
@@ -130,7 +167,10 @@ def problems_of(layout: Layout, *, shape: ModelShape | None = None) -> list[str]
             f"one replica takes {layout.ranks_per_replica} ranks (context x tensor x pipeline), which do not divide {layout.ranks}"
         )
     elif layout.replicas % layout.shard:
-        found.append(f"parallel.shard = {layout.shard} does not divide the {layout.replicas} replicas that {layout.ranks} ranks make")
+        found.append(
+            f"parallel.shard = {layout.shard} does not divide the {layout.replicas} replicas that {layout.ranks} ranks make"
+            ' ("all" takes as many as there are)'
+        )
     if layout.ranks % layout.pipeline == 0 and layout.ranks // layout.pipeline % layout.expert:
         whose = f" of one of {layout.pipeline} places in the pipeline" if layout.pipeline > 1 else ""
         found.append(f"parallel.expert = {layout.expert} does not divide the {layout.ranks // layout.pipeline} ranks{whose}")

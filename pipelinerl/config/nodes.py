@@ -9,7 +9,8 @@ import pydantic
 from pydantic import Field
 
 from pipelinerl.config.base import PositiveFloat, PositiveInt, Section
-from pipelinerl.config.sections import EngineSection, TrainerSection
+from pipelinerl.config.engines import EngineSection
+from pipelinerl.config.sections import TrainerSection
 
 SlurmTime = Annotated[str, pydantic.BeforeValidator(str), Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 """Minutes, hours:minutes:seconds or days-hours. TOML reads the first as a number and the second as a time of day; both are meant."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.modes import Mode, Placement
-from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, WeightsSection
+from pipelinerl.config.sections import LoraSection, PipelineSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
 
 TRANSPORTS = ("auto", "shared_memory", "cuda_ipc")

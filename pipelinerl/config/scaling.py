@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.layout import Layout
 from pipelinerl.config.modes import Mode, Placement
 from pipelinerl.config.scoring import PrmSection, RewardSection
-from pipelinerl.config.sections import EngineSection, LoraSection, PipelineSection, TrainerSection, WeightsSection
+from pipelinerl.config.sections import LoraSection, PipelineSection, TrainerSection, WeightsSection
 from pipelinerl.config.tinker import TinkerSection
 from pipelinerl.runtime.membership import Kind, reward_kind
 
@@ -74,19 +75,25 @@ def scoring_of(prm: PrmSection, rewards: Sequence[RewardSection]) -> dict[str, t
     return found | {kind: (reward.concurrency or 1, 1) for kind, reward in models.items()}
 
 
-def units_of(engine: EngineSection, layout: Layout, scoring: Mapping[str, tuple[int, int]] | None = None) -> Units:
-    """Return the units of a run with such engines, a trainer that begins in this layout, and models that score (`scoring_of`). Of several
-    such models none changes: their rates say of each alone how fast it is, and not for which of them a device would do most. Nor does one
-    whose ranks fill no unit.
+def units_of(
+    engine: EngineSection,
+    layout: Layout,
+    scoring: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    least_ranks: int = 1,
+    whole: int = 1,
+) -> Units:
+    """Return the units of a run with such engines, a trainer that begins in this layout and keeps `least_ranks`, and models that score
+    (`scoring_of`), in multiples of `whole` devices. Of several such models none changes: their rates say of each alone how fast it is, and
+    not for which of them a device would do most. Nor does one whose ranks fill no unit.
     """
-    copy = layout.ranks_per_replica * layout.shard
-    devices = math.lcm(engine.num_ranks, copy)
+    devices = math.lcm(engine.num_ranks, layout.ranks_per_change, whole)
     scored_by, (count, num_ranks) = next(iter(scoring.items())) if scoring is not None and len(scoring) == 1 else ("", (0, 1))
     scorers = 0 if not scored_by or devices % num_ranks else devices // num_ranks
     return Units(
         devices=devices,
         engines=devices // engine.num_ranks,
-        core_ranks=layout.ranks - devices * ((layout.ranks - 1) // devices),
+        core_ranks=layout.ranks - devices * ((layout.ranks - least_ranks) // devices),
         ranks_per_replica=layout.ranks_per_replica,
         scored_by=scored_by if scorers else "",
         scorers=scorers,
@@ -119,11 +126,11 @@ def elastic_goes_with(
     for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores)):
         if cores:
             yield f"pipeline.elastic is true, but {name} names a core for each process of the layout that it begins with. Leave it out."
-    units = units_of(engine, trainer.layout)
+    units = units_of(engine, trainer.layout, least_ranks=trainer.least_ranks)
     if engine.count % units.engines:
         yield (
             f"pipeline.elastic is true, but engine.count is {engine.count}: {units.devices} devices change together (engines of"
-            f" {engine.num_ranks}, a copy of the trainer's model on {trainer.layout.ranks_per_replica * trainer.layout.shard}), which hold"
+            f" {engine.num_ranks}, {trainer.layout.ranks_per_change} ranks of the trainer), which hold"
             f" {units.engines} engines. Set a multiple of {units.engines}."
         )
     if engine.count <= units.engines and trainer.ranks <= units.core_ranks:
@@ -136,6 +143,8 @@ def elastic_goes_with(
 def trainer_may_change(
     trainer: TrainerSection, pipeline: PipelineSection, weights: WeightsSection, tinker: TinkerSection | None, lora: LoraSection
 ) -> Iterator[str]:
+    if trainer.min_ranks is not None and trainer.min_ranks > trainer.ranks:
+        yield f"trainer.min_ranks is {trainer.min_ranks} but trainer.ranks is {trainer.ranks}: lower it, or leave it out."
     if trainer.max_ranks is None:
         return
     if trainer.max_ranks < trainer.ranks:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.scoring import EnvironmentSection, PrmSection, RewardSection
-from pipelinerl.config.sections import EngineSection, ModelSection, PipelineSection, RolloutSection
+from pipelinerl.config.sections import ModelSection, PipelineSection, RolloutSection
 from pipelinerl.config.tinker import TinkerSection
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from pipelinerl.config.alarm_names import AlarmName
 from pipelinerl.config.backends import TrainerBackend
 from pipelinerl.config.base import PositiveFloat, PositiveInt, Section, Unit
-from pipelinerl.config.layout import Layout, Schedule
+from pipelinerl.config.layout import Layout, ParallelSection
 from pipelinerl.config.modes import Mode, Placement
 from pipelinerl.config.structured_outputs import StructuredOutputs
 from pipelinerl.config.trainer_memory import ActivationCheckpointing, Offload
@@ -99,80 +99,6 @@ class RolloutSection(Section):
     structured_outputs: StructuredOutputs = ()
 
 
-class EngineSection(Section):
-    kind: Literal["vllm", "fake"] = Field("vllm", description="fake: deterministic tokens, no model; for rehearsals")
-    count: PositiveInt = Field(1, description="inference engines")
-    elsewhere: Annotated[int, Field(ge=0)] = Field(
-        0, description="of these, as many are started by `pipelinerl engines RUN`: in other jobs, or on other machines"
-    )
-    apart: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="pipeline.placement = colocated: the last so many engines have devices of their own and go on while the trainer works",
-    )
-    max_count: PositiveInt | None = Field(
-        None, description="engines to which `pipelinerl scale RUN engines=N` may bring a live run; default: twice count, and 8 at least"
-    )
-    max_running: PositiveInt = Field(64, description="sequences one engine decodes at once")
-    kv_cache_bytes: PositiveInt | None = Field(
-        None, description="KV cache of each rank of an engine; default: what max_running sequences need, on a GPU what it has left"
-    )
-    async_scheduling: bool | None = Field(
-        None,
-        description="schedule the next forward pass while one computes; versions stay those of the weights that sampled. Default: where"
-        " vLLM does so by itself, on GPUs",
-    )
-    speculation: Literal["off", "ngram", "siblings"] = Field(
-        "off",
-        description="speculative decoding while few sequences run, lossless: drafts come from a sequence's own text (ngram), or from that"
-        " and finished completions of its group (siblings)",
-    )
-    speculate_below: Annotated[int, Field(ge=2)] = Field(16, description="drafts are made while fewer sequences than this run in an engine")
-    speculative_tokens: Annotated[int, Field(ge=1, le=32)] = Field(4, description="most tokens drafted for one forward pass of a sequence")
-    cores: tuple[int, ...] = Field((), description="CPU core of each engine, one each; empty lets the system choose")
-    gpus: tuple[int | str, ...] = Field(
-        (), description="indices (as nvidia-smi counts) or UUIDs of their GPUs, dealt in this order, a rank each; empty: the first ones"
-    )
-    shares_gpus: bool = Field(
-        False, description="engines, process reward model and trainer may lie on the same GPUs; kv_cache_bytes then leaves the others room"
-    )
-    sleep_kv: Literal["drop", "keep"] = Field(
-        "drop",
-        description="pipeline.placement = colocated: drop gives the KV cache's memory to the trainer, and sequences that go on are computed"
-        " anew; keep holds it",
-    )
-    quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: on a CPU, linear layers compute in eight bits, quantised from each policy; the trainer keeps model.dtype"
-    )
-    options: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed as they are")
-    ready_deadline_s: PositiveFloat = Field(600.0, description="longest wait for an engine to load its model")
-    silent_after_s: PositiveFloat = Field(60.0, description="an engine not heard of for so long ends the run")
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes over which each engine spreads its model."""
-        return int(self.options.get("tensor_parallel_size", 1)) * self.num_stages
-
-    @property
-    def drafts(self) -> tuple[int, int]:
-        """Return the number of sequences below which drafts are made, 0 for never, and the most tokens of one."""
-        return (0, 0) if self.speculation == "off" else (self.speculate_below, self.speculative_tokens)
-
-    @property
-    def num_here(self) -> int:
-        """Engines that are started with the run."""
-        return self.count - self.elsewhere
-
-    @property
-    def most(self) -> int:
-        """Engines that a live run may come to have: keys are made for as many. A larger number costs a small file for each."""
-        return self.max_count or max(8, 2 * self.count)
-
-    @property
-    def num_stages(self) -> int:
-        """Return the number of stages of one engine's pipeline."""
-        return int(self.options.get("pipeline_parallel_size", 1))
-
-
 class AlgorithmSection(Section):
     name: str = Field("grpo", description="a row of the table that `pipelinerl algorithms` prints")
     overrides: dict[str, Any] = Field({}, description="columns of that row to change")
@@ -210,15 +136,6 @@ class PipelineSection(Section):
     stall_limit_s: PositiveFloat = Field(300.0, description="the watchdog ends the run after so long without progress")
 
 
-class ParallelSection(Section):
-    shard: PositiveInt = Field(1, description="data-parallel replicas that share one copy of weights, gradients and optimizer state")
-    context: PositiveInt = Field(1, description="ranks that share the tokens of a row")
-    tensor: PositiveInt = Field(1, description="ranks that share every matrix")
-    pipeline: PositiveInt = Field(1, description="ranks that share the layers")
-    schedule: Schedule = Field(Schedule.ONE_FORWARD_ONE_BACKWARD, description="of a pipeline: 1f1b, interleaved or zero_bubble")
-    expert: PositiveInt = Field(1, description="ranks that share the experts; the same ranks as above, seen another way")
-
-
 class TrainerSection(Section):
     steps: PositiveInt = Field(100, description="optimizer steps of the whole run")
     backend: TrainerBackend = Field(
@@ -228,6 +145,9 @@ class TrainerSection(Section):
     ranks: PositiveInt = Field(1, description="trainer processes; those that trainer.parallel leaves are copies of the whole model")
     max_ranks: PositiveInt | None = Field(
         None, description="ranks to which `pipelinerl scale RUN trainer=N` may bring a live run; default: twice ranks, and 8 at least"
+    )
+    min_ranks: PositiveInt | None = Field(
+        None, description="ranks that pipeline.elastic leaves the trainer; default: one copy's, and ranks where parallel.shard is all"
     )
     parallel: ParallelSection = ParallelSection()  # pyright: ignore[reportCallIssue]
     epochs: PositiveInt = Field(1, description="updates made from a step's rows, each over all of them; above 1 rows wait for their step")
@@ -266,7 +186,12 @@ class TrainerSection(Section):
     @property
     def layout(self) -> Layout:
         """Return how the ranks share the model."""
-        return Layout(ranks=self.ranks, **self.parallel.model_dump())
+        return self.parallel.layout(self.ranks)
+
+    @property
+    def least_ranks(self) -> int:
+        """Ranks that the trainer of an elastic run always keeps: where all share one copy, those that it begins with hold most each."""
+        return self.min_ranks or (self.ranks if self.layout.shards_all else 1)
 
     @property
     def most_ranks(self) -> int:

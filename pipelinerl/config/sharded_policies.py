@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelinerl.config.sections import EngineSection, TrainerSection, WeightsSection
+from pipelinerl.config.engines import EngineSection
+from pipelinerl.config.sections import TrainerSection, WeightsSection
 
 
 def sharded_policies_can_be_sent(weights: WeightsSection, trainer: TrainerSection, engine: EngineSection) -> Iterator[str]:

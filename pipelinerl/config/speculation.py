@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelinerl.config.sections import EngineSection, ModelSection, RolloutSection
+from pipelinerl.config.engines import EngineSection
+from pipelinerl.config.sections import ModelSection, RolloutSection
 
 
 def speculation_goes_with(engine: EngineSection, model: ModelSection, rollout: RolloutSection) -> Iterator[str]:

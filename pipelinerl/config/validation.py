@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.config.backends import TrainerBackend, problems_of_backend, problems_of_passes
 from pipelinerl.config.constrained_sampling import constraints_are_accounted_for
+from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.gateway import GatewaySection
 from pipelinerl.config.images import images_go_with
 from pipelinerl.config.large_episodes import large_episodes_go_with
@@ -22,7 +23,6 @@ from pipelinerl.config.sections import (
     AlgorithmSection,
     BatchSection,
     DataSection,
-    EngineSection,
     EvaluationSection,
     LoraSection,
     ModelSection,

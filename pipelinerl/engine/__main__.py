@@ -143,7 +143,7 @@ class _Parent:
             self._fork(engine, wait_s=0.0)
 
     def _is_own(self, engine_id: int) -> bool:
-        size = self._config.engine.num_ranks // self._config.engine.num_stages
+        size = self._config.engine.tensor_parallel_size
         return is_own(self._run_folder, engine_id, self._started_by, tensor_parallel_size=size)
 
     def _fork(self, engine: str, *, wait_s: float | None) -> None:
@@ -199,7 +199,7 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
         engine = FakeEngine(
             max_model_tokens=config.model.max_tokens or 4096,
             max_running=config.engine.max_running,
-            tensor_parallel_size=config.engine.num_ranks // config.engine.num_stages,
+            tensor_parallel_size=config.engine.tensor_parallel_size,
         )
     else:
         from pipelinerl.engine.vllm.engine import VllmEngine

@@ -195,7 +195,7 @@ def run_inputs(config: Config, shape: Shape, *, method: Method, adapter_paramete
         "mean_tokens": longest / 2,
         "engines": engine.count,
         "engines_apart": engine.apart,
-        "engine_tensor": engine.num_ranks // engine.num_stages,
+        "engine_tensor": engine.tensor_parallel_size,
         "engine_pipeline": engine.num_stages,
         "max_running": engine.max_running,
         "ranks": layout.ranks,

@@ -31,9 +31,9 @@ PARTS = {
     "roles_swings": functools.partial(roles.measure, load="swings"),
     "roles_tails": functools.partial(roles.measure, load="tails"),
     "roles_tasks": functools.partial(roles.measure, load="tasks"),
-    "roles_long_tasks": functools.partial(roles.measure, load="long_tasks"),
+    "roles_documents": functools.partial(roles.measure, load="documents"),
     "roles_1024": functools.partial(roles.measure, num_gpus=1024),
-    "roles_tasks_1024": functools.partial(roles.measure, num_gpus=1024, load="tasks"),
+    "roles_documents_1024": functools.partial(roles.measure, num_gpus=1024, load="documents"),
 }
 
 

@@ -684,6 +684,7 @@ KEYS = [
     "trainer.backend",
     "trainer.ranks",
     "trainer.max_ranks",
+    "trainer.min_ranks",
     "trainer.parallel.shard",
     "trainer.parallel.context",
     "trainer.parallel.tensor",

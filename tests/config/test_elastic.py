@@ -46,7 +46,7 @@ def test_three_engines_and_a_rank_may_change_what_they_do():
         ({"engine": {"count": 1}}, "engine.count is 1 and trainer.ranks is 1: neither can give any away"),
         (
             {"trainer": {"ranks": 2, "parallel": {"shard": 2}}},
-            "engine.count is 3: 2 devices change together (engines of 1, a copy of the trainer's model on 2), which hold 2 engines",
+            "engine.count is 3: 2 devices change together (engines of 1, 2 ranks of the trainer), which hold 2 engines",
         ),
     ],
 )
@@ -55,6 +55,17 @@ def test_runs_whose_devices_cannot_change_are_refused(sections: dict[str, Any], 
         settings(**sections)
     assert "pipeline.elastic is true" in str(error.value)
     assert said in str(error.value)
+
+
+def test_where_all_ranks_share_one_copy_one_of_them_changes_and_those_that_a_run_begins_with_stay():
+    sharded = settings(trainer={"ranks": 2, "parallel": {"shard": "all"}})
+    assert sharded.trainer.least_ranks == 2
+    assert settings(trainer={"ranks": 3, "min_ranks": 2, "parallel": {"shard": "all"}}).trainer.least_ranks == 2
+    assert settings(trainer={"ranks": 3}).trainer.least_ranks == 1
+    with pytest.raises(ConfigError, match=r"engine\.count is 1 and trainer\.ranks is 2: neither can give any away"):
+        settings(engine={"count": 1}, trainer={"ranks": 2, "parallel": {"shard": "all"}})
+    with pytest.raises(ConfigError, match=r"trainer\.min_ranks is 3 but trainer\.ranks is 2: lower it"):
+        settings(trainer={"ranks": 2, "min_ranks": 3})
 
 
 def test_runs_over_the_nodes_of_a_job_are_refused_before_they_are_submitted(tmp_path: Path):

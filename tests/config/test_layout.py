@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.layout import Layout, ModelShape, Schedule, check_layout, nearest, problems_of
+from pipelinerl.config.layout import Layout, ModelShape, ParallelSection, Schedule, check_layout, nearest, problems_of
 from pipelinerl.errors import ConfigError
 
 SHAPE = ModelShape(model_type="qwen3_moe", num_heads=8, num_key_heads=2, intermediate_size=48, num_layers=6, num_experts=6, expert_size=30)
@@ -21,7 +21,10 @@ def test_what_the_other_kinds_leave_of_the_ranks_are_copies() -> None:
     ("layout", "problem"),
     [
         (Layout(ranks=6, tensor=4), "one replica takes 4 ranks (context x tensor x pipeline), which do not divide 6"),
-        (Layout(ranks=6, tensor=2, shard=2), "parallel.shard = 2 does not divide the 3 replicas that 6 ranks make"),
+        (
+            Layout(ranks=6, tensor=2, shard=2),
+            'parallel.shard = 2 does not divide the 3 replicas that 6 ranks make ("all" takes as many as there are)',
+        ),
         (Layout(ranks=6, expert=4), "parallel.expert = 4 does not divide the 6 ranks"),
         (Layout(ranks=4, tensor=4), "parallel.tensor = 4 does not divide the model's 2 heads of keys"),
         (Layout(ranks=4, expert=4), "parallel.expert = 4 does not divide the model's 6 experts"),
@@ -84,3 +87,19 @@ def test_the_shape_is_read_from_the_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="KeyError 'num_attention_heads'"):
         ModelShape.read(tmp_path)
+
+
+def test_a_copy_that_all_ranks_share_grows_and_shrinks_with_them():
+    pairs = ParallelSection(shard="all", context=2)  # pyright: ignore[reportCallIssue]
+    found = [pairs.layout(ranks) for ranks in (2, 4, 6)]
+    assert [(one.shard, one.copies, one.ranks_per_change) for one in found] == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]
+    assert not any(problems_of(one) for one in found)
+    assert "2 ranks (context x tensor x pipeline), which do not divide 5" in "".join(problems_of(pairs.layout(5)))
+    two = ParallelSection(shard=2, context=2).layout(8)  # pyright: ignore[reportCallIssue]
+    assert (two.shard, two.copies, two.ranks_per_change) == (2, 2, 4)
+
+
+@pytest.mark.parametrize("value", ["every", 0, True, 1.5])
+def test_what_is_neither_a_number_nor_all_is_refused_in_one_line(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"trainer\.parallel\.shard is {value!r}: expected an integer above 0, or \"all\""):
+        ParallelSection.model_validate({"shard": value})

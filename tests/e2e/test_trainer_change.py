@@ -45,11 +45,18 @@ LAUNCHER = """
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Path]:
-    """A live run with two engines and one rank of the trainer."""
+    """A live run with two engines and one rank of the trainer, whose ranks share one copy however many they are."""
     settings = demo_config(folder=tmp_path, seed=0)
     make_demo_model(tmp_path / "demo-model", seed=0)
     overrides = ["trainer.steps=1000000", "batch.groups_per_step=8", "evaluation.every=0", "evaluation.limit=4", "checkpoint.every=1000"]
-    overrides += ["engine.count=2", "engine.cores=[]", "trainer.cores=[]", "engine.max_running=32", "engine.kv_cache_bytes=67108864"]
+    overrides += [
+        "engine.count=2",
+        "engine.cores=[]",
+        "trainer.cores=[]",
+        "engine.max_running=32",
+        "engine.kv_cache_bytes=67108864",
+    ]
+    overrides += ['trainer.parallel.shard="all"']
     folder = make_run_folder(load(settings, overrides=[*overrides, "run.restart_wait_s=0.1"])).absolute()
     with processes.launched(LAUNCHER, folder, within_s=LOAD_S):
         wait_until(lambda: steps(folder) >= 3, what="the run trains nothing")

@@ -126,7 +126,7 @@ class VllmEngine:
             tensors=layout,
             shards=swap.shards if isinstance(swap, ShardedPolicies) else (),
             choices=(*choices, scheduling, *([str(self._speculation)] if self._speculation is not None else []), choice),
-            tensor_parallel_size=engine.num_ranks // engine.num_stages,
+            tensor_parallel_size=engine.tensor_parallel_size,
             kv_tokens=self._llm.vllm_config.cache_config.kv_cache_size_tokens,
             transports=tuple(one for one in device_transports() if not is_sharded or "sharded" in one),
         )

@@ -43,14 +43,14 @@ MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
 LONGEST = 32_768
 """Tokens of the longest answer."""
 WIDTHS = (1, 2, 4, 8)
-UNIT_NODES = (1, 2, 4)
-"""Nodes of a unit that may change its role."""
+CORE_NODES = (1, 2, 4)
+"""Nodes that a trainer may keep in any case."""
 REPORT_S = 10.0
 SLOTS = 32
 """Sequences for each device of an engine."""
 NUM_SIMULATED = {48: 8, 1024: 3}
 """Static layouts that are simulated of those that the planner finds: its formulas rank them, and are off by a quarter."""
-LONG, NUM_WHOLE = 40_960, 3
+LONG, NUM_WHOLE = 20_480, 3
 """Where a run has more groups than this, static layouts are tried on one of so many, and the fastest few simulated whole."""
 SWITCH_S = 60.0
 """Seconds from the end of one role to the beginning of another: processes, 28 GB of weights, graphs, groups. Assumed."""
@@ -82,18 +82,19 @@ class Load:
         return LONGEST + round(self.prompt * max(self.prompt_factors))
 
 
-def in_turns(one: float, other: float) -> tuple[float, ...]:
-    """Return factors of two tasks, each of which has two stretches; those of the other have seven times as many steps."""
-    return ((one,) * 4 + (other,) * 28) * 2
+def in_turns(one: float, other: float, length: int = 28) -> tuple[float, ...]:
+    """Return factors of two tasks, each of which has two stretches; those of the other are so many, and not four, places long."""
+    return ((one,) * 4 + (other,) * length) * 2
 
 
 TASKS = Load(mean=12_000.0, cv=0.8, factors=in_turns(1.0, 1 / 48), prompt_factors=in_turns(1.0, 32.0), staleness=8, step_factor=8)
+DOCUMENTS = dataclasses.replace(TASKS, prompt_factors=in_turns(1.0, 64.0, 14), factors=in_turns(1.0, 1 / 48, 14))
 LOADS = {
     "growth": Load(mean=1000.0, cv=0.8, factors=(1.0, 16.0)),
     "swings": Load(mean=2000.0, cv=0.8, factors=(1.0, 8.0, 1.0, 8.0, 1.0)),
     "tails": Load(mean=4000.0, cv=1.5, staleness=1),
     "tasks": TASKS,
-    "long_tasks": dataclasses.replace(TASKS, step_factor=32),
+    "documents": DOCUMENTS,
 }
 
 
@@ -130,14 +131,13 @@ def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness
     steps = QUICK_STEPS if quick else size["steps"] * what.step_factor
     case = Case(num_gpus=num_gpus, groups=size["groups"], steps=steps, load=what)
     _measure(found, case, quick=quick)
-    most, of_whole_units = limit(case, of_whole_units=False), limit(case, of_whole_units=True)
     answers = f"answers of {what.mean:,.0f} tokens in the mean{_times(what.factors)}, cv {what.cv}"
     prompts = f"prompts of {what.prompt:,.0f}{_times(what.prompt_factors)}"
     found.notes += [
         f"a change of roles takes {SWITCH_S:g} s from the end of one to the beginning of the other, where no other number stands",
         f"{MODEL} on {GPU}, K = {what.staleness}, {steps} steps of {size['groups']} groups of 8; {answers}; {prompts}",
-        f"what changes is {unit_of(case)} GPUs; by the planner's formulas the best layout for each step's own lengths is {most:.2f} times"
-        f" as fast as the best static one where changes cost nothing, and of whole units {of_whole_units:.2f} times",
+        f"a node changes at a time, and {core_of(case)} GPUs always train; in the best layout for its own lengths each, without a cost of"
+        f" changes, the steps would take 1 / {limit(case):.2f} of what the best static layout takes, by the planner's formulas",
         "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
         "OrchestrRL (arXiv 2601.01209) reports up to 1.40x (14 B; 1.34x 32 B) on 48 H800, v2 up to 1.42x on 64; at 1,024 its network alone",
     ]
@@ -166,7 +166,7 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
         static = [run.result() for run in runs]
         best = max(range(len(static)), key=lambda number: static[number].speed)
         relieved = begun(layouts[best], migration=0)
-        if is_of_units(case, layouts[best]):
+        if can_change(case, layouts[best]):
             elastic |= {f"{way}, from best static": begun(layouts[best], switch_s=SWITCH_S, **options) for way, options in ways.items()}
 
         def add(way: str, run: Shown) -> float:
@@ -211,10 +211,9 @@ def found_by_planner(case: Case, *, is_colocated: bool = False) -> list[Candidat
                 if not other.problems:
                     every.setdefault(said(other), other)
     if not is_colocated:
-        for unit in sorted({NODE, unit_of(case)}):
-            for num, width in itertools.product(range(1, case.num_gpus // unit), WIDTHS):
-                one = of_units(case, unit, num, width)
-                every.setdefault(said(one), one)
+        for num, width in itertools.product(range(1, case.num_gpus // NODE), WIDTHS):
+            one = of_nodes(case, num, width)
+            every.setdefault(said(one), one)
 
     def run_s(one: Candidate) -> float:
         return sum(num * SHEET.evaluate({**one.inputs, **dict(each)})["step_s"] for each, num in counts.items())
@@ -228,7 +227,7 @@ def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
     first = found_by_planner(case)[: 4 if quick else NUM_SIMULATED[case.num_gpus]]
     num_nodes = case.num_gpus // NODE
     splits = sorted({max(1, round(num_nodes * part / 8)) for part in range(1, 8)})
-    others = [of_units(case, NODE, nodes, width) for nodes in splits for width in WIDTHS[-2:]]
+    others = [of_nodes(case, nodes, width) for nodes in splits for width in WIDTHS[-2:]]
     every = first if quick else [*first, *(one for one in others if not one.problems)]
     return list({said(one): one for one in every}.values())
 
@@ -247,57 +246,58 @@ def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
     return judge({**one.inputs, **engines}, shape)
 
 
-def of_units(case: Case, unit: int, num: int, width: int) -> Candidate:
-    """A layout whose trainer is so many units of so many GPUs, each the planner's fastest trainer of one, of the fewest replicas."""
+def of_nodes(case: Case, num_nodes: int, width: int) -> Candidate:
+    """A layout whose trainer is so many nodes, in the planner's fastest way to share one copy of the model."""
     inputs, shape = _inputs(case)
-    engines = {"engines": (case.num_gpus - unit * num) // width, "engine_tensor": width, "max_running": SLOTS * width}
-    trainer, _ = _trainer(case, unit)
-    return judge({**inputs, **trainer, **engines, "ranks": float(unit * num), "transport": float(DIRECT)}, shape)
+    ranks = NODE * num_nodes
+    engines = {"engines": (case.num_gpus - ranks) // width, "engine_tensor": width, "max_running": SLOTS * width}
+    trainer, _ = _trainer(case, ranks)
+    return judge({**inputs, **trainer, **engines, "ranks": float(ranks), "transport": float(DIRECT)}, shape)
 
 
 @functools.cache
-def _trainer(case: Case, unit: int) -> tuple[Mapping[str, float], float]:
-    """Return the layout of the planner's fastest trainer of one unit, of those within a hundredth the one of the fewest replicas; and the
-    speed of the fastest for each GPU.
+def _trainer(case: Case, ranks: int) -> tuple[Mapping[str, float], float]:
+    """Return the planner's fastest layout of so many ranks that share one copy, of those within a hundredth the one of the fewest
+    replicas; and the speed of the fastest for each GPU.
     """
     inputs, shape = _inputs(case)
-    ways = [(own, values["trained_rate"]) for own, values in trainers_of(unit, inputs, shape) if own["pipeline"] == 1]
+    ways = [(own, values["trained_rate"]) for own, values in trainers_of(ranks, inputs, shape) if own["shard"] * own["context"] == ranks]
     best = max(rate for _, rate in ways)
-    fastest = min((own for own, rate in ways if rate > 0.99 * best), key=lambda own: unit / (own["context"] * own["tensor"]))
-    return fastest, best / unit
+    return max((own for own, rate in ways if rate > 0.99 * best), key=lambda own: own["context"]), best / ranks
 
 
 @functools.cache
-def unit_of(case: Case) -> int:
-    """Return the GPUs of a unit: one, two or four nodes, the fewest whose trainer is within a hundredth as fast as any, for each GPU.
+def core_of(case: Case) -> int:
+    """Return the GPUs that the trainer keeps: those of the fewest nodes that train about as fast, for each GPU, as any.
 
-    More GPUs hold less of the model each, and have room for activations that fewer must compute again.
+    Fewer hold more of the model each, and have less room for activations, which they must compute again.
     """
-    speeds = {nodes * NODE: _trainer(case, nodes * NODE)[1] for nodes in UNIT_NODES}
-    return min(unit for unit, speed in speeds.items() if speed > 0.99 * max(speeds.values()))
+    speeds = {nodes * NODE: _trainer(case, nodes * NODE)[1] for nodes in CORE_NODES}
+    return min(ranks for ranks, speed in speeds.items() if speed > 0.99 * max(speeds.values()))
 
 
 def elastic_layout(case: Case) -> Candidate:
-    """The fastest layout of whole units at the first lengths, by the planner's formulas."""
-    unit = unit_of(case)
-    every = [of_units(case, unit, num, width) for num in range(1, case.num_gpus // unit) for width in WIDTHS]
-    return max((one for one in every if not one.problems), key=lambda one: SHEET.evaluate({**one.inputs, **case.given})["run_rate"])
+    """The fastest layout of whole nodes at the first lengths, by the planner's formulas."""
+    nodes = range(core_of(case) // NODE, case.num_gpus // NODE)
+    every = [one for num in nodes for width in WIDTHS if can_change(case, one := of_nodes(case, num, width))]
+    return max(every, key=lambda one: SHEET.evaluate({**one.inputs, **case.given})["run_rate"])
 
 
-def is_of_units(case: Case, one: Candidate) -> bool:
-    """Return whether a unit more or less of the trainer is so many replicas more or less."""
-    unit = unit_of(case)
-    return one.layout.ranks % unit == 0 and unit % one.values["weight_share"] == 0
+def can_change(case: Case, one: Candidate) -> bool:
+    """Return whether the trainer has whole nodes, the core's at least, and shares one copy as the core does."""
+    layout, core = one.layout, _trainer(case, core_of(case))[0]
+    is_whole = layout.ranks % NODE == 0 and layout.ranks >= core_of(case)
+    return not one.problems and is_whole and layout.context == core["context"] and layout.shard * layout.context == layout.ranks
 
 
-def limit(case: Case, *, of_whole_units: bool) -> float:
+def limit(case: Case) -> float:
     """Return how much sooner a run would end than with the best static layout, by the planner's formulas, were each step made in the best
-    layout for its lengths, and no change took any time; of all layouts, or of those of whole units.
+    layout that it can change to for the step's lengths, and no change took any time.
     """
     lengths = collections.Counter(tuple(each.items()) for each in case.lengths())
     every = found_by_planner(case)
     step_s = np.array([[SHEET.evaluate({**one.inputs, **dict(each)})["step_s"] for each in lengths] for one in every])
-    nums, may_be = np.array([*lengths.values()]), [not of_whole_units or is_of_units(case, one) for one in every]
+    nums, may_be = np.array([*lengths.values()]), [can_change(case, one) for one in every]
     return float((step_s @ nums).min() / (step_s[may_be].min(0) @ nums))
 
 
@@ -328,14 +328,16 @@ def _config(case: Case, changed: Mapping[str, Any]) -> Config:
     return parse(tree, origin="ablation")
 
 
-def _config_of(case: Case, one: Candidate) -> Config:
+def _config_of(case: Case, one: Candidate, *, is_elastic: bool = False) -> Config:
     inputs, layout = one.inputs, one.layout
-    parallel = {kind: size for kind in ("shard", "context", "tensor", "pipeline") if (size := getattr(layout, kind)) > 1}
+    parallel: dict[str, Any] = {kind: size for kind in ("shard", "context", "tensor", "pipeline") if (size := getattr(layout, kind)) > 1}
     options = {
         name: int(size)
         for name, size in (("tensor_parallel_size", inputs["engine_tensor"]), ("pipeline_parallel_size", inputs["engine_pipeline"]))
         if size > 1
     }
+    if is_elastic:
+        parallel["shard"] = "all"
     checkpointing = "none" if not inputs["is_checkpointed"] else "selective" if inputs["keeps_products"] else "full"
     return _config(
         case,
@@ -343,6 +345,7 @@ def _config_of(case: Case, one: Candidate) -> Config:
             "engine": {"count": int(inputs["engines"]), "max_running": int(inputs["max_running"]), "options": options},
             "trainer": {
                 "ranks": layout.ranks,
+                "min_ranks": core_of(case) if is_elastic else None,
                 "parallel": parallel,
                 "activation_checkpointing": checkpointing,
             },
@@ -379,9 +382,9 @@ class Shown:
 
 
 def _shown(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Shown:
-    """Simulate a layout; devices change roles where a change takes `switch_s`."""
-    config = _config_of(case, one)
-    elastic = None if switch_s is None else elastic_of_plan(config, gpu=GPU, given=case.given, switch_s=switch_s)
+    """Simulate a layout; nodes change roles where a change takes `switch_s`, the trainer's own restart included."""
+    config = _config_of(case, one, is_elastic=switch_s is not None)
+    elastic = None if switch_s is None else elastic_of_plan(config, gpu=GPU, given=case.given, switch_s=switch_s, whole=NODE)
     run = simulate(config, _world(case, config, one), migration=migration, elastic=elastic)
     speed, figures = run.totals.num_trained_tokens / run.totals.step_ends_s[-1], summary_of(run)
     return Shown(
@@ -412,4 +415,4 @@ def _last(run: Simulated) -> str:
     if not run.role_changes:
         return "itself"
     after = run.role_changes[-1].after
-    return f"{after.trainers + 1} units train, {after.engines} of engines of {after.width}"
+    return f"{after.engines} nodes of engines of {after.width}, the others train"

@@ -15,10 +15,10 @@ from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word, layout_of, orders_of
 from orchestrator.rules.roles import HOLD_WINDOWS, Layout, Pool, Roles, Window
 from orchestrator.rules.switch_seconds import FIRST_S, SwitchSeconds
+from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.layout import Layout as TrainerLayout
 from pipelinerl.config.scaling import Units, scoring_of, units_of
 from pipelinerl.config.scoring import PrmSection, RewardSection
-from pipelinerl.config.sections import EngineSection
 from pipelinerl.runtime.elastic_roles import RolesRecord
 
 ONE = Units(devices=1, engines=1, core_ranks=1, ranks_per_replica=1)
@@ -177,6 +177,9 @@ def test_units_are_as_few_devices_as_hold_whole_engines_and_whole_copies_of_the_
     assert (sharded.devices, sharded.engines, sharded.core_ranks, sharded.replicas) == (4, 2, 4, 4)
     tensor = units_of(EngineSection(), TrainerLayout(ranks=4, tensor=4))  # pyright: ignore[reportCallIssue]
     assert (tensor.devices, tensor.engines, tensor.core_ranks, tensor.replicas) == (4, 4, 4, 1)
+    shared = units_of(wide, TrainerLayout(ranks=8, shard=4, context=2, shards_all=True), least_ranks=3)
+    assert (shared.devices, shared.engines, shared.core_ranks, shared.replicas) == (2, 1, 4, 1), "a replica of one copy may join"
+    assert units_of(wide, TrainerLayout(ranks=8, shard=4), whole=8).devices == 8
 
 
 def test_orders_that_are_no_whole_units_have_no_layout_and_nothing_is_planned_from_them():

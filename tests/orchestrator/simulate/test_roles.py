@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.rules.roles import Change, Roles, Window
@@ -19,7 +20,7 @@ GROWING = dataclasses.replace(
     BUSY,
     length_factors=(1.0, 8.0),
     engine=dataclasses.replace(BUSY.engine, kv_tokens=2500),
-    trainer=dataclasses.replace(BUSY.trainer, token_s=2.5e-4, regroup_s=0.02),
+    trainer=dataclasses.replace(BUSY.trainer, token_s=2.5e-4),
     scoring=dataclasses.replace(BUSY.scoring, score_s=fixed(0.0), failed_fraction=0.0),
 )
 """Training is the slower part at first, and writing once answers are eight times as long."""
@@ -31,7 +32,9 @@ RUN: dict[str, Any] = {
     "trainer": {"steps": 24, "ranks": 3},
     "checkpoint": {"every": 5},
 }
-ELASTIC = Elastic(unit_devices=1, core_replicas=1, unit_replicas=1, width=1, engines={1: GROWING.engine}, slots={1: 16}, switch_s=0.3)
+ELASTIC = Elastic(
+    unit_devices=1, core_replicas=1, unit_replicas=1, width=1, engines={1: GROWING.engine}, slots={1: 16}, switch_s=0.3, away_s=0.02
+)
 
 
 def run(elastic: Elastic | None, *, world: World = GROWING, faults: Faults | None = None, **sections: Any) -> Simulated:
@@ -47,9 +50,10 @@ def assert_nothing_is_lost(ended: Simulated) -> None:
 
 
 def test_devices_follow_answers_that_grow_and_nothing_is_lost():
-    static, elastic = run(None), run(ELASTIC)
+    longer = {"steps": 48, "ranks": 3}
+    static, elastic = run(None, trainer=longer), run(ELASTIC, trainer=longer)
     assert_nothing_is_lost(elastic)
-    assert elastic.totals.step_ends_s[-1] < static.totals.step_ends_s[-1]
+    assert elastic.totals.step_ends_s[-1] < 0.9 * static.totals.step_ends_s[-1]
     assert max(elastic.totals.ages) <= 3
     engines = [change.after.engines for change in elastic.role_changes]
     assert engines[-1] > min(engines), "engines, once answers are long"
@@ -116,3 +120,18 @@ def test_a_window_tells_prompts_that_engines_compute_from_slow_passes(monkeypatc
     run(dataclasses.replace(ELASTIC, engines={1: engine}), world=world)
     assert [window.slowness for window in windows] == pytest.approx([1.0] * len(windows), rel=0.05)
     assert max(window.prompt_tokens for window in windows) > 3 * windows[0].prompt_tokens > 0
+
+
+def test_no_replica_trains_while_one_joins_and_the_rule_counts_that_and_its_next_window_does_not():
+    slow = dataclasses.replace(BUSY, trainer=dataclasses.replace(BUSY.trainer, token_s=1e-3))
+    steps_s: list[np.ndarray[Any, Any]] = []
+    for away_s in (0.0, 2.0):
+        ended = run(dataclasses.replace(ELASTIC, switch_s=2.0, away_s=away_s), world=slow, trainer={"steps": 24, "ranks": 1})
+        (change,) = ended.role_changes
+        assert change.after.trainers == 1
+        assert change.cost_s == pytest.approx(away_s, abs=0.05)
+        steps_s.append(np.diff(ended.totals.step_ends_s))
+    longer_s = steps_s[1] - steps_s[0]
+    (joined,) = np.flatnonzero(longer_s > 1.5)
+    assert longer_s[joined] == pytest.approx(2.0, abs=0.1)
+    assert not longer_s[:joined].any()
