@@ -1,10 +1,5 @@
 """Devices that change roles while the load changes, against the best layout that never changes, as the planner finds it.
 
-Loads: answers that grow, answers whose mean swings up and down twice, answers with a long tail whose mean stays, in steps that wait for
-their last rollouts, and two tasks that take turns: problems with long answers, and questions about long documents with short ones. Of
-OrchestrRL's (arXiv 2601.01209) the abstract says that loads shift and that engines are unevenly busy, within steps and from step to
-step; it gives no lengths.
-
 The planner searches every split and layout at five lengths of the load; what it finds is ranked by its own arithmetic over the whole run.
 The first few are simulated, and every split by whole nodes with the wider engines: the fastest of these is the best static one. The run
 whose devices change begins as the planner says for the first lengths, and knows nothing of those to come.
@@ -38,10 +33,9 @@ from pipelinerl.planning.plan import model_of
 from pipelinerl.planning.search import Candidate, judge, search, trainers_of
 from pipelinerl.planning.shape import Shape
 from scripts.bench import harness
+from scripts.bench.scheduled.loads import LOADS, LONGEST, Load
 
 MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
-LONGEST = 32_768
-"""Tokens of the longest answer."""
 WIDTHS = (1, 2, 4, 8)
 CORE_NODES = (1, 2, 4)
 """Nodes that a trainer may keep in any case."""
@@ -57,45 +51,6 @@ SWITCH_S = 60.0
 OTHER_SWITCHES_S = (0.0, 180.0, 600.0)
 SIZES = {48: {"groups": 64, "steps": 40}, 1024: {"groups": 512, "steps": 20}}
 QUICK_STEPS = 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What answers are like."""
-
-    mean: float
-    """Tokens, where the factor is 1."""
-    cv: float
-    factors: tuple[float, ...] = (1.0,)
-    """Of the mean, at evenly spaced places of the run (`World.length_factors`)."""
-    prompt: float = 256.0
-    """Tokens, where the factor is 1."""
-    prompt_factors: tuple[float, ...] = (1.0,)
-    """Of the prompt, as `factors`."""
-    staleness: int = 4
-    step_factor: int = 1
-    """Times as many steps as the other loads have."""
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of a row: the longest prompt and the longest answer."""
-        return LONGEST + round(self.prompt * max(self.prompt_factors))
-
-
-def in_turns(one: float, other: float, length: int = 28) -> tuple[float, ...]:
-    """Return factors of two tasks, each of which has two stretches; those of the other are so many, and not four, places long."""
-    return ((one,) * 4 + (other,) * length) * 2
-
-
-TASKS = Load(mean=12_000.0, cv=0.8, factors=in_turns(1.0, 1 / 48), prompt_factors=in_turns(1.0, 32.0), staleness=8, step_factor=8)
-DOCUMENTS = dataclasses.replace(TASKS, prompt_factors=in_turns(1.0, 64.0, 14), factors=in_turns(1.0, 1 / 48, 14))
-LOADS = {
-    "growth": Load(mean=1000.0, cv=0.8, factors=(1.0, 16.0)),
-    "swings": Load(mean=2000.0, cv=0.8, factors=(1.0, 8.0, 1.0, 8.0, 1.0)),
-    "tails": Load(mean=4000.0, cv=1.5, staleness=1),
-    "tasks": TASKS,
-    "documents": DOCUMENTS,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
