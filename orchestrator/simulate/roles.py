@@ -227,6 +227,7 @@ class RoleChanges:
                 self._begin(change)
 
     def _begin(self, change: Change) -> None:
+        self._num_whole = 0  # also where it is over before the next boundary
         self.changes.append(change)
         self._line("roles", **_told(change))
         units = [

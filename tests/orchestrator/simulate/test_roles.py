@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ RUN: dict[str, Any] = {
 ELASTIC = Elastic(
     unit_devices=1, core_replicas=1, unit_replicas=1, width=1, engines={1: GROWING.engine}, slots={1: 16}, switch_s=0.3, away_s=0.02
 )
+_WIDE = dataclasses.replace(
+    GROWING.engine, kv_tokens=7500, pass_s=tuple((num, seconds / 2) for num, seconds in GROWING.engine.pass_s), kv_token_s=5e-7
+)
+WIDER = dataclasses.replace(ELASTIC, unit_devices=2, core_replicas=3, engines={1: GROWING.engine, 2: _WIDE}, slots={1: 16, 2: 32})
+"""An engine of two devices has three times the room and passes of half the time: it is the better one for long answers."""
+FOUR = {"kind": "fake", "count": 4, "max_running": 16}
 
 
 def run(elastic: Elastic | None, *, world: World = GROWING, faults: Faults | None = None, **sections: Any) -> Simulated:
@@ -65,12 +72,7 @@ def test_the_same_seed_changes_the_same_devices():
 
 
 def test_engines_of_another_width_take_over():
-    """An engine of two devices has three times the room and passes of half the time: it is the better one for long answers."""
-    wide = dataclasses.replace(
-        GROWING.engine, kv_tokens=7500, pass_s=tuple((num, seconds / 2) for num, seconds in GROWING.engine.pass_s), kv_token_s=5e-7
-    )
-    elastic = dataclasses.replace(ELASTIC, unit_devices=2, core_replicas=3, engines={1: GROWING.engine, 2: wide}, slots={1: 16, 2: 32})
-    ended = run(elastic, engine={"kind": "fake", "count": 4, "max_running": 16})
+    ended = run(WIDER, engine=FOUR)
     assert_nothing_is_lost(ended)
     assert ended.role_changes[-1].after.width == 2
 
@@ -135,3 +137,18 @@ def test_no_replica_trains_while_one_joins_and_the_rule_counts_that_and_its_next
     (joined,) = np.flatnonzero(longer_s > 1.5)
     assert longer_s[joined] == pytest.approx(2.0, abs=0.1)
     assert not longer_s[:joined].any()
+
+
+def test_a_change_that_is_over_before_the_next_boundary_is_in_no_window_either(monkeypatch: pytest.MonkeyPatch):
+    planned: list[int] = []
+    plan = Roles.plan
+
+    def noted(roles: Roles, step: int, window: Window | None) -> Change | None:
+        planned.append(step)
+        return plan(roles, step, window)
+
+    monkeypatch.setattr(Roles, "plan", noted)
+    ended = run(dataclasses.replace(WIDER, switch_s=0.01), engine=FOUR)
+    assert {change.after.trainers for change in ended.role_changes} == {0}, "engines alone: they need no boundary"
+    gaps = [after - before for before, after in itertools.pairwise(planned)]
+    assert [gap for gap in gaps if gap > 2] == [4] * len(ended.role_changes), "two steps until all is seen to be whole, two of a window"
