@@ -263,8 +263,10 @@ class Engines:
         known = self._engines.get(ready.engine_id)
         if known is not None and known.ready.process_id == ready.process_id:
             return
-        if not self.membership.is_of_width(ready.engine_id, ready.tensor_parallel_size):  # another one of its name is to come
-            self._tell_to_end(peer, f"engine-{ready.engine_id} is to have another tensor_parallel_size than {ready.tensor_parallel_size}")
+        if not self.membership.is_meant(ready.engine_id, request_id=ready.request_id, size=ready.tensor_parallel_size):
+            self.peers.send(peer, Stop(reason=f"another engine is engine-{ready.engine_id} now, or is to be"))
+            if known is None:  # else its silence tells that it has lost its connection to this one
+                self.peers.forget(peer)
             return
         if (why := self._why_not_taken(ready)) is not None:
             self._lose(ready.engine_id)

@@ -156,6 +156,11 @@ class Prm:
         before = self._engines.get(number)
         if before is not None and before.process_id == ready.process_id:
             return
+        if not self.membership.is_meant(number, request_id=ready.request_id):
+            self._peers.send(peer, Stop(reason=f"another process is {peer} now, or is to be"))
+            if before is None:  # else its silence tells that it has lost its connection to this one
+                self._peers.forget(peer)
+            return
         if not self.membership.may_join(number):
             self.membership.ended(number)
             self.dismiss(number, f"{peer} is not one of the process reward model's engines that the run has now (`pipelinerl scale`)")

@@ -75,7 +75,7 @@ class TrainerSession:
     early: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """The messages that a starting trainer has sent already."""
     is_changing: bool = False
-    """True while a trainer of another number of replicas is awaited: one of the layout before is told to end, and is no liar."""
+    """True while a trainer of another number of replicas is awaited."""
     announced: Signal = dataclasses.field(default_factory=Signal)
     """Set when a replica announces itself."""
     _leaving: range = range(0)
@@ -112,6 +112,10 @@ class TrainerSession:
         are being fetched that it is to begin with."""
         return self.is_starting or 0 < len(self.replicas) < self.num_replicas
 
+    def is_of_before(self, peer: str) -> bool:
+        """Return whether what a peer says is the word of a trainer of the layout before, which is told to end, and no liar."""
+        return self.is_changing and number_of(peer) not in self.replicas
+
     @property
     def version(self) -> int:
         """The version that the trainer started from; every replica must be ready."""
@@ -136,6 +140,8 @@ class TrainerSession:
         """
 
         def hear(peer: str, said: Message) -> None:
+            if self.is_of_before(peer):
+                return
             words = f"{kind.__name__} of {peer}, expected of trainer-0, which speaks for all replicas"
             wrong = check(said, self.position) if number_of(peer) == 0 else Violation(kind=Kind.IDENTITY, words=words)
             if not self.is_refused(peer, wrong):

@@ -197,10 +197,14 @@ class Membership:
         is_spare = engine_id in self._members and self._members[engine_id].tensor_parallel_size == self.tensor_parallel_size
         return self._takes_all or state in PRESENT or (state is State.LOST and is_spare and len(self.of_width()) < self.num_wanted)
 
-    def is_of_width(self, engine_id: int, size: int) -> bool:
-        """Return whether an engine that announces itself has the `tensor_parallel_size` that was asked for it."""
+    def is_meant(self, engine_id: int, *, request_id: int, size: int | None = None) -> bool:
+        """Return whether an engine that announces itself is the one that is known by its number, and no other that had it before: the same
+        request brought it, with this `tensor_parallel_size`."""
         member = self._members.get(engine_id)
-        return self._takes_all or member is None or member.tensor_parallel_size in (None, size)
+        if self._takes_all or member is None:
+            return True
+        is_same = size is None or member.tensor_parallel_size in (None, size)
+        return member.request_id == request_id and is_same
 
     def why_not(self, wanted: int | None, *, size: int | None = None) -> str | None:
         """Say why the run cannot have so many engines, of another `tensor_parallel_size`; None where it can."""

@@ -119,10 +119,11 @@ class Scaling:
 
     def _look(self, tasks: asyncio.TaskGroup) -> None:
         try:
-            for part in self._parts:
-                for engine_id, reason in self.folder.take_gone(part.membership.kind).items():
-                    part.lost(engine_id, reason)
-                    self._check_last(part.membership, engine_id, reason)
+            parts = {part.membership.kind: part for part in self._parts}
+            for gone in self.folder.take_gone():
+                if (part := parts.get(gone.kind)) is not None and part.membership.is_meant(gone.engine_id, request_id=gone.request_id):
+                    part.lost(gone.engine_id, gone.reason)
+                    self._check_last(part.membership, gone.engine_id, gone.reason)
             self._follow_width(tasks)
             self.trainer.look()
             self._carry_out(tasks)

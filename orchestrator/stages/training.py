@@ -140,7 +140,7 @@ class Training:
     def _on_pull(self, peer: str, pull: TakeMicroBatch) -> None:
         is_starting = self.session.is_unknown or self.announcement_check is None
         violation = validate.pull(pull, self.session.position, num_asked=self.pulls.num_asked(pull), is_starting=is_starting)
-        if not self.session.is_refused(peer, violation):
+        if not self.session.is_of_before(peer) and not self.session.is_refused(peer, violation):
             self.pulls.add(pull)
             self.answer_pulls()
 

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--part", help="K/N: the engines of this machine, one of N; default: all of them")
     parser.add_argument("--elsewhere", help="K/N: part of the engines that the run leaves to other jobs (engine.elsewhere)")
     parser.add_argument("--ids", help="engines that have joined the live run, with commas")
+    parser.add_argument("--request-ids", help="the requests that brought those, with commas")
     parser.add_argument("--started-by", type=StartedBy, help="who starts those: launcher or job")
     parser.add_argument("--tensor-parallel-size", type=int, help="of those; default: that of the settings")
     parser.add_argument("--gpus", action="append", default=[], help="UUIDs of the GPUs of one engine, with commas; once for each engine")
@@ -58,8 +59,9 @@ def main() -> None:
             ids=arguments.ids,
         )
         gpus = dict(zip(engine_ids, _gpus_of(engine_ids, arguments.gpus), strict=True))
+        requests = dict(zip(engine_ids, map(int, arguments.request_ids.split(",")), strict=True)) if arguments.request_ids else {}
         started_by = arguments.started_by or (StartedBy.JOB if arguments.elsewhere else StartedBy.RUN)
-        sys.exit(_Parent(config, run_folder, gpus=gpus, started_by=started_by).run())
+        sys.exit(_Parent(config, run_folder, gpus=gpus, requests=requests, started_by=started_by).run())
 
 
 def _name_of(part: str | None, elsewhere: str | None, ids: str | None) -> str:
@@ -96,9 +98,11 @@ class _Parent:
     """Forks the engines, and forks those that are killed again. One that has left the run, or that somebody else has started since, is not
     its own any more."""
 
-    def __init__(self, config: Config, run_folder: Path, *, gpus: dict[int, str], started_by: StartedBy) -> None:
-        """`gpus`: the UUIDs of each engine's GPUs, by its number; empty for what it sees."""
+    def __init__(self, config: Config, run_folder: Path, *, gpus: dict[int, str], requests: dict[int, int], started_by: StartedBy) -> None:
+        """`gpus`: the UUIDs of each engine's GPUs, by its number; empty for what it sees. `requests`: those that brought engines which have
+        joined."""
         self._started_by = started_by
+        self._requests = requests
         self._config = config
         self._gpus = gpus
         self._run_folder = run_folder
@@ -143,8 +147,8 @@ class _Parent:
             self._fork(engine, wait_s=0.0)
 
     def _is_own(self, engine_id: int) -> bool:
-        size = self._config.engine.tensor_parallel_size
-        return is_own(self._run_folder, engine_id, self._started_by, tensor_parallel_size=size)
+        size, request_id = self._config.engine.tensor_parallel_size, self._requests.get(engine_id, 0)
+        return is_own(self._run_folder, engine_id, self._started_by, request_id=request_id, tensor_parallel_size=size)
 
     def _fork(self, engine: str, *, wait_s: float | None) -> None:
         """`wait_s`: a replacement waits so long before it loads."""
@@ -159,8 +163,10 @@ class _Parent:
             with crash_report(self._run_folder, engine):
                 if own := self._gpus[_number_of(engine)]:
                     show_first(own)
-                is_awaited = functools.partial(self._is_own, _number_of(engine))
-                _run_engine(_number_of(engine), self._config, self._run_folder, wait_s=wait_s, is_awaited=is_awaited)
+                number = _number_of(engine)
+                is_awaited = functools.partial(self._is_own, number)
+                request_id = self._requests.get(number, 0)
+                _run_engine(number, self._config, self._run_folder, request_id=request_id, wait_s=wait_s, is_awaited=is_awaited)
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -176,7 +182,9 @@ def _number_of(engine: str) -> int:
     return int(engine.removeprefix("engine-"))
 
 
-def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: float | None, is_awaited: Callable[[], bool]) -> None:
+def _run_engine(
+    engine_id: int, config: Config, run_folder: Path, *, request_id: int, wait_s: float | None, is_awaited: Callable[[], bool]
+) -> None:
     from pipelinerl.engine.server import serve
     from pipelinerl.engine.stop_strings import finder_of
     from pipelinerl.messages import Starting, ToEngine
@@ -184,6 +192,8 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
     from pipelinerl.transport.zmq import ZmqLink
 
     link = None
+    if not is_awaited():  # it was killed after it had left, and its number may be another's
+        return
     if wait_s is not None:
         link = ZmqLink(run_folder, "engine", engine_id, accepts=ToEngine)
         link.send(Starting(process_id=os.getpid()))
@@ -229,7 +239,16 @@ def _run_engine(engine_id: int, config: Config, run_folder: Path, *, wait_s: flo
     finder = finder_of(config.model.path) if config.rollout.stop or asks_by_request else None
     startup.write(journal := Journal(run_folder, f"engine-{engine_id}"))
     tells_sequences = config.pipeline.migration != "off"
-    serve(engine, engine_id=engine_id, link=link, journal=journal, finder=finder, tells_sequences=tells_sequences)
+    serve(
+        engine,
+        engine_id=engine_id,
+        link=link,
+        journal=journal,
+        finder=finder,
+        tells_sequences=tells_sequences,
+        request_id=request_id,
+        is_awaited=is_awaited,
+    )
 
 
 if __name__ == "__main__":

@@ -66,13 +66,7 @@ class EngineLoop:
     """An engine's requests and its version. `handle` takes a message, `advance` runs one forward pass; both append to `outbox`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        engine_id: int,
-        stager: Stager,
-        finder: Finder | None = None,
-        clock: Callable[[], float] = time.time,
+        self, engine: Engine, *, engine_id: int, stager: Stager, finder: Finder | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         """Without a `finder`, requests with stop strings are refused."""
         self.version = 0
@@ -109,7 +103,7 @@ class EngineLoop:
         """True while a version is being staged or waits for its commit."""
         return self._staging is not None
 
-    def introduce(self, kept: Sequence[bytes] = (), *, process_id: int) -> EngineReady:
+    def introduce(self, kept: Sequence[bytes] = (), *, process_id: int, request_id: int = 0) -> EngineReady:
         """The engine's first message to an orchestrator: the first, or one that takes the place of another, which never took `kept`.
 
         What the one before had asked for goes on. Its answers are withheld until `Reattach` says which are wanted: an attempt of the same
@@ -127,6 +121,7 @@ class EngineLoop:
         return EngineReady(
             engine_id=self._engine_id,
             process_id=process_id,
+            request_id=request_id,
             max_model_tokens=limits.max_model_tokens,
             max_running=limits.max_running,
             tensors=limits.tensors,

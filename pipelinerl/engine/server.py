@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from pipelinerl.engine.base import Engine
 from pipelinerl.engine.loop import EngineLoop
@@ -24,13 +25,27 @@ IDLE_WAIT_S = 0.25
 STAGING_WAIT_S = 0.001
 """Longest sleep while a version is being staged and no sequence runs: its commit may be noticed so late."""
 
+SILENT_S = 30.0
+"""Silence of the orchestrator after which an engine looks whether it is still one of the run's. Longer leaves a device in the hands of one
+that is not.
+"""
+
 
 def serve(
-    engine: Engine, *, engine_id: int, link: Link, journal: Journal, finder: Finder | None = None, tells_sequences: bool = False
+    engine: Engine,
+    *,
+    engine_id: int,
+    link: Link,
+    journal: Journal,
+    finder: Finder | None = None,
+    tells_sequences: bool = False,
+    request_id: int = 0,
+    is_awaited: Callable[[], bool] = lambda: True,
 ) -> None:
     """Serve until told to stop. Any error is sent to the orchestrator as `Failed`, then raised.
 
-    `tells_sequences` says in each report what the engine has, and what of it waits for room.
+    `tells_sequences` says in each report what the engine has, and what of it waits for room. `request_id`: see `EngineReady`. Where the
+    orchestrator is silent, and `is_awaited()` is false, the run has gone on without this engine, and nobody will tell it so.
     """
     with StagingThread(engine) as stager:
         loop = EngineLoop(engine, engine_id=engine_id, stager=stager, finder=finder)
@@ -38,8 +53,9 @@ def serve(
             print(f"engine-{engine_id}: {choice}", flush=True)
             journal.write("choice", text=choice)
         try:
-            link.introduce(lambda kept: [loop.introduce(kept, process_id=os.getpid())])
-            _Server(loop, stager=stager, engine_id=engine_id, link=link, journal=journal, tells_sequences=tells_sequences).run()
+            link.introduce(lambda kept: [loop.introduce(kept, process_id=os.getpid(), request_id=request_id)])
+            server = _Server(loop, stager=stager, engine_id=engine_id, link=link, journal=journal, tells_sequences=tells_sequences)
+            server.run(is_awaited)
         except Exception as error:  # the process boundary: the orchestrator hears why before the process ends
             link.send(Failed(error=f"{type(error).__name__}: {error}"))
             raise
@@ -61,8 +77,8 @@ class _Server:
         self._idle_s = 0.0
         self._next_load = time.monotonic()
 
-    def run(self) -> None:
-        while self._take_messages():
+    def run(self, is_awaited: Callable[[], bool]) -> None:
+        while self._take_messages() and (self._link.silent_s < SILENT_S or is_awaited()):
             started = time.time()
             had_work = self._loop.has_work
             self._loop.advance()

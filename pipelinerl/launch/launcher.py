@@ -17,7 +17,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipelinerl.errors import ConfigError, LeaseError, PeerGone
@@ -28,8 +28,8 @@ from pipelinerl.launch.run_folder import forget_endpoints
 from pipelinerl.launch.trainer_starts import TrainerStarts
 from pipelinerl.runtime.early import EarlyProcesses
 from pipelinerl.runtime.lease import EPOCH, Lease
-from pipelinerl.runtime.membership import Kind, Member, ScaleFolder, StartedBy, State
-from pipelinerl.runtime.process import asked_to_replace, note, stopped_processes
+from pipelinerl.runtime.membership import Gone, Kind, Member, ScaleFolder, StartedBy, State
+from pipelinerl.runtime.process import asked_to_replace, note, registered, stopped_processes
 from pipelinerl.runtime.restarts import Restarts
 from pipelinerl.runtime.trainer_ranks import Phase
 from pipelinerl.weights.shared_names import run_token, sweep, unlink_buffers
@@ -336,15 +336,20 @@ class Launcher:
                         self._scale.tell_no_room(member.engine_id, str(error))
                     continue
                 self._begun.add(begun)
-                self._tell_gone(kind, [member.engine_id], str(error))
+                self._tell_gone(kind, {member.engine_id: member.request_id}, str(error))
                 continue
             if role is None:
                 self._begun.add(begun)
-            elif role.name not in self._running:  # the one that had its number before has ended
+            elif role.name not in self._running and not self._has_process(kind, member.engine_id):  # who had its number has ended
                 self._begun.add(begun)
                 self._roles[role.name] = role
                 note(self._run_folder, f"{role.name} joins the run")
                 await self._start(role.name)
+
+    def _has_process(self, kind: str, engine_id: int) -> bool:
+        """Return whether an engine of this number still has a process here, which may belong to one of another name."""
+        process_id = registered(self._run_folder, f"engine-{engine_id}") if kind == Kind.ENGINES else None
+        return process_id is not None and self._processes.owns(process_id)
 
     def _is_dispensable(self, failed: str) -> bool:
         """Return whether the run goes on without a process that failed: an engine that has joined, or a trainer that is to prove itself."""
@@ -355,11 +360,10 @@ class Launcher:
     def _has_left(self, name: str) -> bool:
         """Return whether all engines of a process have left the run, as they were asked to, or others have their numbers since."""
         role = self._roles[name]
-        own = {(role.kind, engine_id) for engine_id in role.engine_ids}
         found = self._scale.members()
         members = () if found is None or (record := found.of(role.kind)) is None else record.members
-        others = {(role.kind, one.engine_id) for one in members if one.request_id and not role.is_spare}
-        return bool(own) and self._scale.with_state(State.LEFT) | others >= own
+        gone = {one.engine_id for one in members if one.state is State.LEFT or one.request_id != role.requests.get(one.engine_id)}
+        return bool(role.engine_ids) and gone.issuperset(role.engine_ids)
 
     def _give_up(self, failed: str) -> None:
         """Go on without engines that have joined and failed, or with the trainer of before: whose place it was to take says why."""
@@ -370,11 +374,13 @@ class Launcher:
             self._trainers.tell_failed(reason)
         else:
             role = self._roles[failed]
-            self._tell_gone(role.kind, role.engine_ids, reason.partition("\n")[0])
+            self._tell_gone(role.kind, role.requests, reason.partition("\n")[0])
 
-    def _tell_gone(self, kind: str, engine_ids: Sequence[int], reason: str) -> None:
-        note(self._run_folder, f"the run goes on without {kind} {', '.join(map(str, engine_ids))}: {reason}")
-        self._scale.tell_gone(engine_ids, reason, kind)
+    def _tell_gone(self, kind: str, requests: dict[int, int], reason: str) -> None:
+        """Leave word that engines, by number with the request that brought each, will not serve any more."""
+        note(self._run_folder, f"the run goes on without {kind} {', '.join(map(str, requests))}: {reason}")
+        for engine_id, request_id in requests.items():
+            self._scale.tell_gone(Gone(kind=kind, engine_id=engine_id, request_id=request_id, reason=reason))
 
     def _dismiss(self) -> None:
         """End those that still run and have nothing to save."""

@@ -12,7 +12,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.scaling import why_trainer_fixed
 from pipelinerl.observe.tracking.beside import trackers
 from pipelinerl.runtime.early import EarlyProcesses
-from pipelinerl.runtime.membership import FIRST_PRM, Kind, StartedBy
+from pipelinerl.runtime.membership import FIRST_PRM, Kind, Member, StartedBy
 from pipelinerl.runtime.parts import engines_of, share_of
 from pipelinerl.runtime.sidecars import Sidecar
 from pipelinerl.upload import uploader
@@ -36,8 +36,15 @@ class Role:
 
     engine_ids: tuple[int, ...] = ()
     """Of a process of engines: theirs."""
+    request_ids: tuple[int, ...] = ()
+    """The requests that brought these engines; empty: the run began with them."""
     kind: Kind = Kind.ENGINES
     """Of a process of engines: what they do."""
+
+    @property
+    def requests(self) -> dict[int, int]:
+        """The request that brought each engine, by the engine's number; 0 where the run began with it."""
+        return dict(zip(self.engine_ids, self.request_ids or (0,) * len(self.engine_ids), strict=True))
 
     @property
     def program(self) -> str:
@@ -103,25 +110,33 @@ def engines_elsewhere(config: Config, run_folder: Path, part: str) -> Role:
     return Role(name=name, command=command, has_nothing_to_save=True, engine_ids=tuple(engine_ids))
 
 
-def joined_engines(run_folder: Path, engine_ids: Sequence[int], *, started_by: StartedBy, tensor_parallel_size: int | None = None) -> Role:
-    """Engines that join a live run, with a `tensor_parallel_size` of their own, or the settings'."""
-    ids = ",".join(map(str, engine_ids))
-    size = () if tensor_parallel_size is None else ("--tensor-parallel-size", str(tensor_parallel_size))
-    run = ("--run-folder", str(run_folder), "--ids", ids, "--started-by", started_by, *size)
-    command = (sys.executable, "-m", "pipelinerl.engine", *run)
-    name = f"engines-joined-{engine_ids[0]}"
-    return Role(name=name, command=command, has_nothing_to_save=True, is_spare=True, engine_ids=tuple(engine_ids))
+def joined_engines(run_folder: Path, members: Sequence[Member]) -> Role:
+    """Engines that join a live run, all with one `tensor_parallel_size`, or the settings', and all started by the same."""
+    engine_ids, request_ids = tuple(one.engine_id for one in members), tuple(one.request_id for one in members)
+    ids = ("--ids", ",".join(map(str, engine_ids)), "--request-ids", ",".join(map(str, request_ids)))
+    size = () if members[0].tensor_parallel_size is None else ("--tensor-parallel-size", str(members[0].tensor_parallel_size))
+    run = ("--run-folder", str(run_folder), *ids, "--started-by", members[0].started_by, *size)
+    return Role(
+        name=f"engines-joined-{engine_ids[0]}",
+        command=(sys.executable, "-m", "pipelinerl.engine", *run),
+        has_nothing_to_save=True,
+        is_spare=True,
+        engine_ids=engine_ids,
+        request_ids=request_ids,
+    )
 
 
-def prm_engine(run_folder: Path, number: int, *, started_by: StartedBy) -> Role:
+def prm_engine(run_folder: Path, number: int, *, started_by: StartedBy, request_id: int = 0) -> Role:
     """An engine of the process reward model: one that the run begins with, or that joins it."""
-    run = ("--run-folder", str(run_folder), "--index", str(number), "--started-by", started_by)
+    joined = ("--request-id", str(request_id)) if request_id else ()
+    run = ("--run-folder", str(run_folder), "--index", str(number), "--started-by", started_by, *joined)
     return Role(
         name=f"scorer-{number}",
         command=(sys.executable, "-m", "pipelinerl.rewards.prm.process", *run),
         has_nothing_to_save=True,
         is_spare=started_by is not StartedBy.RUN,
         engine_ids=(number,),
+        request_ids=(request_id,),
         kind=Kind.PRM,
     )
 

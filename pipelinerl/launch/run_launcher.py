@@ -54,9 +54,8 @@ def _joined(config: Config, run_folder: Path, kind: str, member: Member, others:
         ScaleFolder(run_folder).deal(DealtGpus(dealt=(*dealt, new)))
         return None
     if kind == Kind.PRM:
-        role = prm_engine(run_folder, engine_id, started_by=StartedBy.LAUNCHER)
+        role = prm_engine(run_folder, engine_id, started_by=StartedBy.LAUNCHER, request_id=member.request_id)
     else:
-        size = member.tensor_parallel_size
-        role = joined_engines(run_folder, [engine_id], started_by=StartedBy.LAUNCHER, tensor_parallel_size=size)
+        size, role = member.tensor_parallel_size, joined_engines(run_folder, [member])
         config = config if size is None else with_tensor_parallel(config, size)
     return place_joined(config, role, others, usable_gpus(), gone=gone, dealt=dealt.values())

@@ -226,6 +226,8 @@ class EngineReady(Message, frozen=True):
     """Tokens that the KV cache holds; None where the engine has no such bound."""
     tensor_parallel_size: int = 1
     """Ranks of the engine that share every matrix."""
+    request_id: int = 0
+    """The request that brought it (`Member.request_id`): its number may be another engine's by now."""
 
 
 class Reattach(Message, frozen=True):

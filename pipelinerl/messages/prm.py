@@ -14,6 +14,8 @@ class PrmReady(Message, frozen=True):
     process_id: int
     version: Id
     """Name of its weights; scores of different weights are never mixed within a trace."""
+    request_id: int = 0
+    """See `EngineReady`."""
 
 
 class PrmLoad(Message, frozen=True):

@@ -1,10 +1,11 @@
 """The engines that a live run has, as files in `<run>/scale` that everybody reads: they may join and leave while it goes on.
 
 `request-<id>.json` is what somebody asks for (`pipelinerl scale`), `engines.json` what the orchestrator has made of it: the only one that
-writes it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<engine>.json` (of the process reward
-model's: `gone-prm-<engine>.json`) when they will not serve any more, and in `no-room-<engine>.json` when an engine of another width waits
-for GPUs. Processes of reward models have no peer of their own: the scorer starts and ends them as it reads here, each that joins once the
-launcher has dealt it a GPU (`reward-gpus.json`).
+writes it. Whoever starts engines reads there which ones are its own, and leaves a word in `gone-<kind>-<engine>-<request>.json` when they
+will not serve any more, and in `no-room-<engine>.json` when an engine of another width waits for GPUs. A number is given to another engine
+once the one before has left; the request that brought an engine tells the two apart, wherever a process is meant.
+Processes of reward models have no peer of their own: the scorer starts and ends them as it reads here, each that joins once the launcher
+has dealt it a GPU (`reward-gpus.json`).
 `trainer.json` says how many ranks the trainer has (`trainer_ranks`), and `trainer-failed.json` that those of a change do not start.
 `elastic.json` is what the rule of elastic roles remembers (`elastic_roles`).
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -173,6 +173,16 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Gone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The word of whoever started an engine that it will not serve any more."""
 
+    kind: str
+    engine_id: int
+    request_id: int
+    """The request that brought it."""
+    reason: str
+
+
+class NoRoom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The word of the run's launcher that an engine finds too few GPUs."""
+
     reason: str
 
 
@@ -193,7 +203,7 @@ class DealtGpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dealt: Annotated[tuple[DealtGpu, ...], msgspec.Meta(max_length=MAX_ENGINES)] = ()
 
 
-_T = TypeVar("_T", ScaleRequest, Members, Gone, DealtGpus, TrainerRanks, TrainerFailed, RolesRecord)
+_T = TypeVar("_T", ScaleRequest, Members, Gone, NoRoom, DealtGpus, TrainerRanks, TrainerFailed, RolesRecord)
 
 
 class ScaleFolder:
@@ -251,26 +261,25 @@ class ScaleFolder:
         """Return what the run's launcher has dealt to processes of reward models."""
         return self._read(self._folder / "reward-gpus.json", DealtGpus) or DealtGpus()
 
-    def tell_gone(self, engine_ids: Iterable[int], reason: str, kind: str = Kind.ENGINES) -> None:
-        """Leave word that engines will not serve any more."""
-        for engine_id in engine_ids:
-            self._write(f"{_gone(kind)}{engine_id}.json", Gone(reason=reason))
+    def tell_gone(self, gone: Gone) -> None:
+        """Leave word that an engine will not serve any more."""
+        self._write(f"gone-{gone.kind}-{gone.engine_id}-{gone.request_id}.json", gone)
 
-    def take_gone(self, kind: str = Kind.ENGINES) -> dict[int, str]:
-        """Return the engines of which word was left since the last call, each with the reason. A damaged one is an error once."""
-        found = {}
-        for path in sorted(self._folder.glob(f"{_gone(kind)}[0-9]*.json")):
+    def take_gone(self) -> list[Gone]:
+        """Return what was said of engines that are gone since the last call. A damaged file is an error once."""
+        found = []
+        for path in sorted(self._folder.glob("gone-*.json")):
             try:
                 gone = self._read(path, Gone)
             finally:
                 path.unlink(missing_ok=True)
-            if gone is not None and (number := path.stem.removeprefix(_gone(kind))).isdecimal():
-                found[int(number)] = gone.reason
+            if gone is not None:
+                found.append(gone)
         return found
 
     def tell_no_room(self, engine_id: int, reason: str) -> None:
         """Leave word that an engine of another width finds too few GPUs while those of before have them."""
-        self._write(f"no-room-{engine_id}.json", Gone(reason=reason))
+        self._write(f"no-room-{engine_id}.json", NoRoom(reason=reason))
 
     def take_no_room(self) -> list[int]:
         """Return the engines of which that was said since the last call."""
@@ -323,15 +332,17 @@ class ScaleFolder:
             raise ConfigError(f"{path} is not what this program writes there: {error}. Remove it") from None
 
 
-def _gone(kind: str) -> str:
-    return "gone-" if kind == Kind.ENGINES else f"gone-{kind}-"
-
-
 def is_own(
-    run_folder: Path, engine_id: int, started_by: StartedBy, kind: str = Kind.ENGINES, *, tensor_parallel_size: int | None = None
+    run_folder: Path,
+    engine_id: int,
+    started_by: StartedBy,
+    kind: str = Kind.ENGINES,
+    *,
+    request_id: int = 0,
+    tensor_parallel_size: int | None = None,
 ) -> bool:
-    """Return whether an engine is (still) to be started by whoever starts its kind, with this `tensor_parallel_size` (None: any); before
-    the orchestrator has spoken it is."""
+    """Return whether an engine is (still) to be started by whoever starts its kind, as the one that a request brought, with this
+    `tensor_parallel_size` (None: any); before the orchestrator has spoken it is."""
     found = ScaleFolder(run_folder).members()
     members = None if found is None else found.of(kind)
     known = {member.engine_id: member for member in members.members} if members is not None else {}
@@ -339,4 +350,5 @@ def is_own(
     if member is None:
         return True
     is_other = None not in (tensor_parallel_size, member.tensor_parallel_size) and tensor_parallel_size != member.tensor_parallel_size
-    return member.started_by is started_by and member.state not in (State.LEFT, State.DRAINING) and not is_other
+    is_same = (member.started_by, member.request_id) == (started_by, request_id)
+    return is_same and member.state not in (State.LEFT, State.DRAINING) and not is_other

@@ -138,6 +138,14 @@ def register(run_folder: Path, peer: str) -> None:
     draft.replace(folder / peer)
 
 
+def registered(run_folder: Path, peer: str) -> int | None:
+    """Return the process of this machine that registered last as a peer, if that was one of this machine. It may have ended."""
+    with contextlib.suppress(OSError, ValueError):
+        where, process_id = (run_folder / "processes" / peer).read_text().rsplit(" ", 1)
+        return int(process_id) if where == machine_id() else None
+    return None
+
+
 def ask_to_replace(run_folder: Path, peer: str) -> None:
     """Ask whoever started a peer that fell silent, or keeps saying what cannot be, to kill its process, and so to start it again.
 
@@ -152,15 +160,13 @@ def asked_to_replace(run_folder: Path) -> Iterator[tuple[Path, str, int]]:
     """The open requests of `ask_to_replace` about processes of this machine: the file, to be removed by whoever fulfils it, the peer, and
     the process that has registered under its name. A request that is older than that process is about the one before, and removed."""
     for path in (run_folder / "silent").glob("*-*"):
-        registered = run_folder / "processes" / path.name
-        with contextlib.suppress(OSError, ValueError):
-            where, process_id = registered.read_text().rsplit(" ", 1)
-            if where != machine_id():
+        with contextlib.suppress(OSError):
+            if (process_id := registered(run_folder, path.name)) is None:
                 continue
-            if registered.stat().st_mtime_ns > path.stat().st_mtime_ns:
+            if (run_folder / "processes" / path.name).stat().st_mtime_ns > path.stat().st_mtime_ns:
                 path.unlink()
             else:
-                yield path, path.name, int(process_id)
+                yield path, path.name, process_id
 
 
 def ancestors(process_id: int) -> Iterator[int]:

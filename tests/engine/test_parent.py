@@ -91,7 +91,7 @@ def test_only_engines_that_take_turns_share_their_device_and_all_beside_them_rea
     config = parse(SETTINGS | sections, origin="a test")
     for engine_id in range(config.engine.count):
         with pytest.raises(_Built):
-            _run_engine(engine_id, config, tmp_path, wait_s=None, is_awaited=lambda: True)
+            _run_engine(engine_id, config, tmp_path, request_id=0, wait_s=None, is_awaited=lambda: True)
     assert told == expected
 
 
@@ -99,7 +99,7 @@ KILLED = """
     import os, sys
     from pathlib import Path
     from pipelinerl.engine import __main__ as parent
-    def run(engine_id, config, run_folder, *, wait_s, is_awaited):
+    def run(engine_id, config, run_folder, *, request_id, wait_s, is_awaited):
         if wait_s is None:
             raise SystemExit(-9)
         Path(run_folder, "again").write_text(str(os.getpid()) + chr(10))

@@ -90,7 +90,7 @@ def test_an_engines_gpu_is_dealt_to_the_process_reward_model_and_back(tmp_path: 
         place_joined(config, joins, roles, some(4))
     joined = place_joined(config, joins, roles, some(4), gone={(Kind.ENGINES, 1)})
     assert joined.command[-2:] == ("--gpus", some(4)[1].uuid)
-    again = joined_engines(tmp_path, [1], started_by=StartedBy.LAUNCHER)
+    again = joined_engines(tmp_path, [Member(engine_id=1, state=State.JOINING, started_by=StartedBy.LAUNCHER, request_id=1)])
     with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
         place_joined(config, again, (*roles, joined), some(4), gone={(Kind.ENGINES, 1)})
     back = place_joined(config, again, (*roles, joined), some(4), gone={(Kind.ENGINES, 1), (Kind.PRM, 2)})
@@ -109,7 +109,7 @@ def test_an_engines_gpu_is_dealt_to_a_reward_model_and_back(tmp_path: Path) -> N
     gone = {(Kind.ENGINES, 1)}
     given = place_reward_process(config, roles, some(5), gone=gone)
     assert given == some(5)[1].uuid
-    again = joined_engines(tmp_path, [1], started_by=StartedBy.LAUNCHER)
+    again = joined_engines(tmp_path, [Member(engine_id=1, state=State.JOINING, started_by=StartedBy.LAUNCHER, request_id=1)])
     with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
         place_joined(config, again, roles, some(5), gone=gone, dealt=[given])
     back = place_joined(config, again, roles, some(5), gone=gone)

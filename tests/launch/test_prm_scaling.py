@@ -19,7 +19,7 @@ from pipelinerl.launch.launcher import Launcher
 from pipelinerl.launch.roles import Role, prm_engine
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.observe.lines import read_journals
-from pipelinerl.runtime.membership import Kind, Member, Members, ScaleFolder, StartedBy, State
+from pipelinerl.runtime.membership import Gone, Kind, Member, Members, ScaleFolder, StartedBy, State
 from scripts.chaos import victims
 from tests import processes
 from tests.launch.test_scaling import LAUNCHER, PLUGINS, scale
@@ -112,7 +112,8 @@ def test_nobody_is_started_while_somebody_leaves_whose_device_may_be_meant_for_i
     publish(State.LEFT, State.JOINING)
     assert [launcher._has_left(role.name) for role in (first, second)] == [False, False]
     asyncio.run(launcher._start_joined())
-    assert (asked, folder.take_gone(), folder.take_gone(Kind.PRM)) == ([(Kind.PRM, 2)], {}, {2: "no GPU"})
+    gone = Gone(kind=Kind.PRM, engine_id=2, request_id=0, reason="no GPU")
+    assert (asked, folder.take_gone(), folder.take_gone()) == ([(Kind.PRM, 2)], [gone], [])
     publish(State.JOINING, State.LEFT)
     assert [launcher._has_left(role.name) for role in (first, second)] == [False, True]
     asyncio.run(launcher._start_joined())

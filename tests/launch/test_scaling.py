@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -22,13 +23,14 @@ from pipelinerl.launch import scaling
 from pipelinerl.launch.gpus import place
 from pipelinerl.launch.joining import joining_engines
 from pipelinerl.launch.launcher import Launcher
-from pipelinerl.launch.roles import Role, roles_of
+from pipelinerl.launch.roles import Role, joined_engines, roles_of
 from pipelinerl.launch.run_folder import make_run_folder
 from pipelinerl.launch.run_launcher import _joined
 from pipelinerl.launch.slurm import engines as jobs
 from pipelinerl.observe.lines import read_journals
 from pipelinerl.runtime.devices import Gpu
-from pipelinerl.runtime.membership import Kind, Member, Members, ScaleFolder, StartedBy, State, is_own
+from pipelinerl.runtime.membership import Gone, Kind, Member, Members, ScaleFolder, StartedBy, State, is_own
+from pipelinerl.runtime.process import register
 from scripts.chaos import victims
 from tests import processes
 from tests.sim.run import config
@@ -245,6 +247,7 @@ def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_wher
     folder, launcher = ScaleFolder(tmp_path), Launcher(roles_of(config(engine={"count": 1}), tmp_path), tmp_path, joined=joined)
 
     requests = {StartedBy.RUN: 0, StartedBy.LAUNCHER: 1}
+    gone = functools.partial(Gone, kind=Kind.ENGINES, engine_id=1, reason="no GPU")
 
     def publish(*engines: tuple[State, StartedBy, int]) -> None:
         members = tuple(
@@ -257,11 +260,11 @@ def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_wher
     new = (State.JOINING, StartedBy.LAUNCHER, 2)
     publish((State.LIVE, StartedBy.RUN, 1), new)
     publish((State.LIVE, StartedBy.RUN, 1), new)
-    assert (asked, folder.take_no_room(), folder.take_no_room(), folder.take_gone()) == ([1, 1], [1], [], {})
+    assert (asked, folder.take_no_room(), folder.take_no_room(), folder.take_gone()) == ([1, 1], [1], [], [])
     publish((State.DRAINING, StartedBy.RUN, 1), new)
-    assert (folder.take_no_room(), folder.take_gone()) == ([], {}), "one leaves, and its GPU may be enough"
+    assert (folder.take_no_room(), folder.take_gone()) == ([], []), "one leaves, and its GPU may be enough"
     publish((State.LEFT, StartedBy.RUN, 1), new)
-    assert (folder.take_no_room(), folder.take_gone()) == ([], {1: "no GPU"})
+    assert (folder.take_no_room(), folder.take_gone()) == ([], [gone(request_id=1)])
     assert launcher._has_left("engines")
     publish((State.LIVE, StartedBy.RUN, 1))
     assert not launcher._has_left("engines")
@@ -269,7 +272,29 @@ def test_one_that_finds_no_gpu_waits_for_those_of_another_width_and_is_lost_wher
     assert launcher._has_left("engines"), "another process has its number"
     requests[StartedBy.LAUNCHER] = 2
     publish((State.LIVE, StartedBy.RUN, 2), new)
-    assert (folder.take_no_room(), folder.take_gone()) == ([], {1: "no GPU"}), "nobody is to leave for it"
+    assert (folder.take_no_room(), folder.take_gone()) == ([], [gone(request_id=2)]), "nobody is to leave for it"
+
+
+def test_an_engine_joins_once_the_process_that_had_its_number_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, is_there = list[str](), [True]
+
+    async def start(name: str) -> None:
+        started.append(name)
+
+    roles = roles_of(config(engine={"count": 1}), tmp_path)
+    launcher = Launcher(roles, tmp_path, joined=lambda kind, member, others: joined_engines(tmp_path, [member]))
+    monkeypatch.setattr(launcher, "_start", start)
+    monkeypatch.setattr(launcher._processes, "owns", lambda process_id: (process_id, is_there[0]) == (os.getpid(), True))
+    register(tmp_path, "engine-0")
+    member = Member(engine_id=0, state=State.JOINING, started_by=StartedBy.LAUNCHER, request_id=7)
+    ScaleFolder(tmp_path).publish(Members(members=(member,), num_wanted=1, count=1))
+    asyncio.run(launcher._start_joined())
+    assert started == []
+    is_there[0] = False
+    asyncio.run(launcher._start_joined())
+    assert started == ["engines-joined-0"]
+    (command,) = (role.command for role in launcher._roles.values() if role.is_spare)
+    assert command[-6:-2] == ("--ids", "0", "--request-ids", "7")
 
 
 def test_an_engine_that_joins_is_told_its_width_and_dealt_as_many_gpus_as_it_has_ranks(
@@ -380,12 +405,13 @@ def test_the_orchestrators_record_says_whose_an_engine_is(tmp_path: Path) -> Non
     members = (
         Member(engine_id=0, state=State.LIVE, started_by=StartedBy.RUN),
         Member(engine_id=1, state=State.LEFT, started_by=StartedBy.RUN),
-        Member(engine_id=2, state=State.JOINING, started_by=StartedBy.LAUNCHER, request_id=3),
+        Member(engine_id=2, state=State.JOINING, started_by=StartedBy.LAUNCHER, request_id=2),
         Member(engine_id=3, state=State.LOST, started_by=StartedBy.JOB, request_id=3),
     )
     ScaleFolder(tmp_path).publish(Members(members=members, num_wanted=2, count=2))
-    own = {kind: [number for number in range(4) if is_own(tmp_path, number, kind)] for kind in StartedBy}
+    own = {kind: [number for number in range(4) if is_own(tmp_path, number, kind, request_id=number)] for kind in StartedBy}
     assert own == {StartedBy.RUN: [0], StartedBy.LAUNCHER: [2], StartedBy.JOB: [3]}
+    assert not is_own(tmp_path, 2, StartedBy.LAUNCHER, request_id=1), "another engine had its number before"
 
 
 def test_who_has_a_clock_behind_that_of_the_order_before_waits_for_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_a_gpu_of_an_engine_that_has_left_is_dealt_to_the_trainer_and_back(tmp_p
         place_trainer(config, role, [engines], some(4), ranks=2)
     grown = place_trainer(config, role, [engines], some(4), ranks=2, gone={(Kind.ENGINES, 2)})
     assert grown.command[-2:] == ("--gpus", f"{uuid(2)},{uuid(3)}")
-    joins = joined_engines(tmp_path, [2], started_by=StartedBy.LAUNCHER)
+    joins = joined_engines(tmp_path, [Member(engine_id=2, state=State.JOINING, started_by=StartedBy.LAUNCHER, request_id=1)])
     with pytest.raises(ConfigError, match="every GPU of this machine is taken"):
         place_joined(config, joins, [engines, grown], some(4), gone={(Kind.ENGINES, 2)})
     assert place_joined(config, joins, [engines, trainer], some(4), gone={(Kind.ENGINES, 2)}).command[-2:] == ("--gpus", uuid(2))

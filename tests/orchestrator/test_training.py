@@ -507,6 +507,11 @@ def test_a_trainer_of_the_ranks_before_is_told_to_end_while_one_of_others_is_awa
             (told,) = await it.answers(0)
             assert told == Stop(reason="a trainer of 2 replicas is to take its place")
             assert not it.training.session.replicas
+            assert await it.ask(0, step=10, index=0) == [], "it had asked the orchestrator before this one"
+            it.links[0].send(StepDone(step=10, metrics={}))
+            it.links[0].send(CheckpointSaved(version=11, commit="", num_bytes=1, save_s=0.1))
+            await asyncio.sleep(0.01)
+            assert it.trainer.refused == {}, "it is no liar"
 
     simulate(program())
 

@@ -29,9 +29,9 @@ from tests.sim.memory import MemoryHub
 SECTION = PrmSection(convention="sigmoid-head", tag="#", max_steps=50)  # pyright: ignore[reportCallIssue]
 
 
-def serving(engine: ByHand, link: Link, journal: Journal) -> PrmServer:
+def serving(engine: ByHand, link: Link, journal: Journal, **options: Any) -> PrmServer:
     scorer = PrmScorer(engine, convention=convention_of(SECTION), version="v1")
-    return PrmServer(scorer, SECTION, decode=by_words, link=link, journal=journal, prm_id=1)
+    return PrmServer(scorer, SECTION, decode=by_words, link=link, journal=journal, prm_id=1, **options)
 
 
 def tokens(rollout_id: str, start: int, token_ids: list[int], *, is_last: bool = False, attempt: int = 1) -> TraceTokens:
@@ -188,3 +188,37 @@ def test_a_batch_that_hangs_ends_the_process_by_a_signal_so_that_it_is_started_a
     ended = subprocess.run([sys.executable, "-c", hang], capture_output=True, text=True, check=False, timeout=50)
     assert ended.returncode == -9
     assert "prm.deadline_s" in ended.stderr
+
+
+def test_a_process_ends_where_the_orchestrator_is_silent_and_the_run_has_gone_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelinerl.rewards.prm.server.SILENT_S", 0.5)
+    make_keys(tmp_path, PEERS)
+    hub, link = ZmqHub(tmp_path, "scorer", accepts=FromScorer), ZmqLink(tmp_path, "scorer", 1, accepts=ToScorer)
+    looked, is_own = threading.Event(), threading.Event()
+    is_own.set()
+
+    def is_awaited() -> bool:
+        looked.set()
+        return is_own.is_set()
+
+    server = serving(ByHand(), link, journal := Journal(tmp_path, "scorer-1"), request_id=7, is_awaited=is_awaited)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        (_, ready), *_ = asyncio.run(asyncio.wait_for(hub.receive(), 30))
+        assert (type(ready), ready.request_id) == (PrmReady, 7)
+        hub.close()
+        assert looked.wait(30)
+        thread.join(1.5)
+        assert thread.is_alive(), "the run still has it, and its orchestrator may come again"
+        is_own.clear()
+        thread.join(30)
+        assert not thread.is_alive()
+    finally:
+        is_own.clear()
+        thread.join(30)
+        hub.close()
+        link.close()
+        journal.close()

@@ -254,7 +254,9 @@ def turn_reward(number: int) -> float:
     return 0.25 * number
 
 
-async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: World, tensor_parallel_size: int = 1) -> None:
+async def engine(
+    link: MemoryLink, *, engine_id: int, max_running: int, world: World, tensor_parallel_size: int = 1, request_id: int = 0
+) -> None:
     """Serve until told to stop, like `pipelinerl.engine.server`."""
     fake = SimulatedEngine(
         fraction=world.engine_error_fraction,
@@ -282,7 +284,7 @@ async def engine(link: MemoryLink, *, engine_id: int, max_running: int, world: W
     loop = EngineLoop(fake, engine_id=engine_id, stager=stage, clock=clock)
     await asyncio.sleep(world.start_s)
     process_id = next(process_ids)
-    link.introduce(lambda kept: [loop.introduce(kept, process_id=process_id)])
+    link.introduce(lambda kept: [loop.introduce(kept, process_id=process_id, request_id=request_id)])
     next_load = busy_s = idle_s = 0.0
     while True:
         began = clock()
@@ -402,14 +404,14 @@ def step_scores(token_ids: np.ndarray, *, turn_ends: Sequence[int] | None = None
     return ends, [float(token_ids[: end + 1].sum() % 97) / 97 for end in ends]
 
 
-async def prm(link: MemoryLink, *, world: World, prm_id: int = 1) -> None:
+async def prm(link: MemoryLink, *, world: World, prm_id: int = 1, request_id: int = 0) -> None:
     """Follow traces until told to stop, all that has come in one batch of `score_s` seconds; a trace's scores depend on all before."""
     traces: dict[str, list[int]] = {}
     attempts: dict[str, int] = {}
     told: dict[str, int] = {}
     turns: dict[str, list[int] | None] = {}
     busy_s = 0.0
-    ready = PrmReady(prm_id=prm_id, process_id=next(process_ids), version="simulated")
+    ready = PrmReady(prm_id=prm_id, process_id=next(process_ids), version="simulated", request_id=request_id)
 
     def introduce(kept: Sequence[bytes]) -> list[Message]:
         for known in (traces, attempts, told):

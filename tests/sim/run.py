@@ -37,7 +37,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observe.journal import Journal
 from pipelinerl.observe.lines import read_journals
-from pipelinerl.runtime.membership import ScaleFolder
+from pipelinerl.runtime.membership import Gone, Kind, ScaleFolder
 from tests.sim import agents, checker, peers
 from tests.sim.clock import simulate
 from tests.sim.memory import NO_FAULTS, MemoryHub, NetworkFaults
@@ -145,6 +145,16 @@ class Beside:
     trainer_hub: MemoryHub
     record: peers.TrainerRecord
     """What trainers have seen."""
+
+    def request_of(self, number: int, kind: str = Kind.ENGINES) -> int:
+        """Return the request that brought the engine of this number."""
+        found = self.folder.members()
+        record = found and found.of(kind)
+        return next((one.request_id for one in record.members if one.engine_id == number), 0) if record is not None else 0
+
+    def tell_gone(self, number: int, reason: str, kind: str = Kind.ENGINES) -> None:
+        """Say, as whoever has started the engine of this number, that it will not serve any more."""
+        self.folder.tell_gone(Gone(kind=kind, engine_id=number, request_id=self.request_of(number, kind), reason=reason))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,7 +180,7 @@ def test_what_there_is_is_shared_without_an_engine_that_is_lost_for_good_and_wit
             await machine.answered()
             await machine.until(2, State.LIVE)
             await machine.kill(2)
-            given.folder.tell_gone([2], "its machine was taken")
+            given.tell_gone(2, "its machine was taken")
             times.append(asyncio.get_running_loop().time())
             group.create_task(starts(machine))
             await until(lambda: has(given.folder) == (2, 2) and phase_is(given, Phase.SETTLED))

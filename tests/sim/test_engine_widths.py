@@ -85,6 +85,7 @@ class Launcher:
         link = self.beside.hub.connect(f"engine-{member.engine_id}", accepts=ToEngine)
         max_running = self.beside.settings.engine.max_running
         given = {"engine_id": member.engine_id, "max_running": max_running, "world": self.beside.world, "tensor_parallel_size": size}
+        given["request_id"] = member.request_id
 
         async def process() -> None:
             try:
@@ -111,7 +112,7 @@ class Launcher:
                 continue
             self._begun.add(begun)
             if used + size > self._gpus or size in self._fails:
-                self.beside.folder.tell_gone([number], f"{size} ranks do not start")
+                self.beside.tell_gone(number, f"{size} ranks do not start")
                 continue
             self.busiest = max(self.busiest, used + size)
             self.start(member)
@@ -250,7 +251,7 @@ def test_a_wide_engine_that_is_killed_is_awaited_and_one_that_does_not_start_any
         launcher.start(wide)
         await asyncio.sleep(2.0)
         await launcher.settled(1, 2)
-        launcher.beside.folder.tell_gone([wide.engine_id], "it ended with exit code 1")
+        launcher.beside.tell_gone(wide.engine_id, "it ended with exit code 1")
 
     with pytest.RaisesGroup(
         pytest.RaisesExc(Exception, match="the last of the run, will not serve any more: it ended"), flatten_subgroups=True

@@ -75,7 +75,7 @@ class Launcher(Machine):
 
         async def process() -> None:
             try:
-                await peers.prm(link, world=self._beside.world, prm_id=number)
+                await peers.prm(link, world=self._beside.world, prm_id=number, request_id=self._beside.request_of(number, Kind.PRM))
             finally:
                 link.close()
 
@@ -225,7 +225,7 @@ def test_word_that_an_engine_is_gone_is_believed_at_once_and_named(tmp_path: Pat
         launcher.order(prm=2)
         await launcher.settled()
         await launcher.kill_prm(2)
-        given.folder.tell_gone([2], "there is no GPU for it", Kind.PRM)
+        given.tell_gone(2, "there is no GPU for it", Kind.PRM)
 
     ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW, group_advantages=credit)
     assert ended.problems() == []
@@ -252,7 +252,7 @@ def test_an_engine_that_has_joined_and_lies_is_given_up_and_the_run_goes_on(tmp_
         while len(launcher.members(Kind.PRM)) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         link: Any = Lies(given.scorer_hub.connect("scorer-2", accepts=ToScorer))
-        await peers.prm(link, world=given.world, prm_id=2)
+        await peers.prm(link, world=given.world, prm_id=2, request_id=given.request_of(2, Kind.PRM))
 
     ended = run(settings(steps=12), folder=tmp_path, beside=beside, world=SLOW, group_advantages=credit)
     assert ended.problems() == []
@@ -322,7 +322,7 @@ def test_seeded_orders_and_losses_keep_every_promise(tmp_path: Path, seed: int) 
                 number = chance.choice(killable)
                 await launcher.kill_prm(number)
                 happened["killed"] += 1
-                given.folder.tell_gone([number], "its machine was taken", Kind.PRM)
+                given.tell_gone(number, "its machine was taken", Kind.PRM)
                 await asyncio.sleep(1.0)
             else:
                 orders = {"engines": chance.randint(1, 3), "prm": chance.randint(1, 3)}

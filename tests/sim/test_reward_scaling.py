@@ -223,7 +223,7 @@ def test_a_process_without_a_gpu_is_lost_by_name(tmp_path: Path) -> None:
             launcher.order(reward=2)
             launcher.dealt.append(DealtGpu(kind=MODEL, number=1, request_id=FIRST + 1))  # nobody deals it another
             await launcher.until_process(1, State.JOINING)
-            given.folder.tell_gone([1], "every GPU of this machine is taken", MODEL)
+            given.tell_gone(1, "every GPU of this machine is taken", MODEL)
             await launcher.until_process(1, State.LOST)
             launcher.order(reward=2)  # ask again, and it comes
             await launcher.until_process(1, State.LIVE)

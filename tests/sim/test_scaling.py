@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.messages import Float32, Int32, ScoredTrajectory, ToEngine, Trajectory, WeightsRefused
-from pipelinerl.runtime.membership import Members, ScaleRequest, StartedBy, State
+from pipelinerl.runtime.membership import Gone, Kind, Members, ScaleRequest, StartedBy, State
 from tests.sim import peers
 from tests.sim.run import Beside, Simulated, config, mean_baseline, run
 
@@ -50,9 +50,14 @@ class Machine:
                 self.start(one.engine_id)
 
     def start(self, engine_id: int) -> None:
+        self.engines[engine_id] = self.process(engine_id, request_id=self._beside.request_of(engine_id))
+
+    def process(self, engine_id: int, *, request_id: int) -> asyncio.Task[None]:
+        """A process of an engine that a request brought, which may have left since."""
         beside = self._beside
         link = beside.hub.connect(f"engine-{engine_id}", accepts=ToEngine)
-        serves = peers.engine(link, engine_id=engine_id, max_running=beside.settings.engine.max_running, world=beside.world)
+        given = {"max_running": beside.settings.engine.max_running, "world": beside.world, "request_id": request_id}
+        serves = peers.engine(link, engine_id=engine_id, **given)
 
         async def process() -> None:
             try:
@@ -60,7 +65,7 @@ class Machine:
             finally:
                 link.close()
 
-        self.engines[engine_id] = asyncio.create_task(process())
+        return asyncio.create_task(process())
 
     async def until(self, engine_id: int, state: State) -> None:
         while self._state(engine_id) is not state:  # noqa: ASYNC110
@@ -222,13 +227,48 @@ def test_the_last_word_of_an_engine_that_has_left_is_not_held_against_the_one_th
     assert changes(ended)[1] == ["live", "draining", "left", "joining", "live"]
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_a_process_that_missed_its_end_is_not_taken_for_the_engine_that_has_its_number_now(tmp_path: Path, *, is_first: bool) -> None:
+    """It comes again before the one that takes its place is there, or after; then that one is fenced, and comes anew."""
+    ended_by_itself: list[bool] = []
+
+    async def beside(given: Beside) -> None:
+        machine = await with_three_engines(given)
+        machine.ask(2, drain_s=0.0)
+        await machine.until(2, State.LEFT)
+        machine.ask(3)
+        await machine.until(2, State.JOINING)
+        if not is_first:
+            await machine.answered()
+            await machine.until(2, State.LIVE)
+        stale = machine.process(2, request_id=1)
+        async with asyncio.timeout(5.0):
+            await stale
+        ended_by_itself.append(True)
+        given.folder.tell_gone(Gone(kind=Kind.ENGINES, engine_id=2, request_id=1, reason="its machine was taken"))
+        if is_first:
+            await asyncio.sleep(2.0)
+            assert machine._state(2) is State.JOINING, "neither its coming nor the word of it was about the one that is awaited"
+            await machine.answered()
+        else:
+            await machine.until(2, State.LOST)
+            machine.start(2)
+        await machine.until(2, State.LIVE)
+
+    ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW)
+    assert ended.problems() == []
+    assert ended_by_itself == [True]
+    assert changes(ended)[2][-1] == "live"
+    assert not [line for line in ended.lines if line["kind"] == "violation"]
+
+
 def test_an_engine_that_is_killed_while_it_drains_costs_nothing(tmp_path: Path) -> None:
     async def beside(given: Beside) -> None:
         machine = await with_three_engines(given)
         machine.ask(2, drain_s=60.0)
         await machine.answered()
         await machine.kill(2)
-        given.folder.tell_gone([2], "Slurm job 7 was told to end")
+        given.tell_gone(2, "Slurm job 7 was told to end")
         await machine.until(2, State.LEFT)
 
     ended = run(settings(), folder=tmp_path, beside=beside, world=SLOW)
@@ -255,7 +295,7 @@ def test_seeded_joins_leaves_and_losses_keep_every_promise(tmp_path: Path, mode:
                 await machine.kill(number)
                 happened["killed"] += 1
                 if chance.random() < 0.5:
-                    given.folder.tell_gone([number], "its machine was taken")
+                    given.tell_gone(number, "its machine was taken")
             else:
                 machine.ask(chance.randint(1, 6), drain_s=chance.choice([0.0, 0.2, 10.0]))
                 happened["asked"] += 1

@@ -134,7 +134,7 @@ def test_an_engine_that_is_lost_before_it_serves_is_named(tmp_path: Path) -> Non
     async def loses(given: Beside) -> None:
         while (found := given.folder.members()) is None or State.JOINING not in [one.state for one in found.members][2:]:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        given.folder.tell_gone([2], "its machine is gone")
+        given.tell_gone(2, "its machine is gone")
 
     played(script, tmp_path, beside=loses)
 

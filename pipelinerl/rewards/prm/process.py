@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -31,10 +32,12 @@ def main() -> None:
     parser.add_argument("--run-folder", type=Path, required=True, help="run folder, with config.json, keys/ and endpoints/")
     parser.add_argument("--index", type=int, required=True, help="number of this process among the scorers")
     parser.add_argument("--started-by", type=StartedBy, default=StartedBy.RUN, help="who starts it: the run, or its launcher since")
+    parser.add_argument("--request-id", type=int, default=0, help="the request that brought it; 0: the run began with it")
     parser.add_argument("--gpus", help="UUIDs of the model's GPUs, with commas")
     arguments = parser.parse_args()
     name = f"scorer-{arguments.index}"
-    if not is_own(arguments.run_folder, arguments.index, arguments.started_by, Kind.PRM):
+    own = functools.partial(is_own, arguments.run_folder, arguments.index, arguments.started_by, Kind.PRM, request_id=arguments.request_id)
+    if not own():
         return  # it has left the run, and its device may be another's
     with crash_report(arguments.run_folder, name):
         config = load_run(arguments.run_folder)
@@ -53,6 +56,8 @@ def main() -> None:
                 link=link,
                 journal=journal,
                 prm_id=arguments.index,
+                request_id=arguments.request_id,
+                is_awaited=own,
                 limit=lambda: killed_after(config.prm.deadline_s, name),
             )
             server.run()

@@ -23,6 +23,10 @@ from pipelinerl.transport.base import Link
 
 LOAD_EVERY_S = 1.0
 """Seconds between two `PrmLoad`, which are its sign of life."""
+SILENT_S = 30.0
+"""Silence of the orchestrator after which it looks whether it is still one of the run's. Longer leaves a device in the hands of one that is
+not.
+"""
 
 
 def convention_of(section: PrmSection) -> Convention:
@@ -52,10 +56,13 @@ class PrmServer:
         link: Link,
         journal: Journal,
         prm_id: int,
+        request_id: int = 0,
+        is_awaited: Callable[[], bool] = lambda: True,
         limit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Take `decode` of the policy's tokenizer, and `limit()`, which is entered around every batch and ends this process when the batch
-        takes too long.
+        takes too long. `request_id`: see `PrmReady`. Where the orchestrator is silent, and `is_awaited()` is false, the run has gone on
+        without this process, and nobody will tell it so.
         """
         self._section = section
         self._scorer = scorer
@@ -63,6 +70,8 @@ class PrmServer:
         self._link = link
         self._journal = journal
         self._prm_id = prm_id
+        self._request_id = request_id
+        self._is_awaited = is_awaited
         self._limit = limit
         self._traces: dict[str, Trace] = {}
         self._touched: dict[str, bool] = {}
@@ -78,7 +87,7 @@ class PrmServer:
         """Serve until `Stop`. Any error is reported to the orchestrator before it ends this process."""
         try:
             self._link.introduce(self._introduce)
-            while not self._is_stopped:
+            while not self._is_stopped and (self._link.silent_s < SILENT_S or self._is_awaited()):
                 self._turn()
             self._write_load(self._load())  # what was done since the last gauges, which nobody waits for
         except Exception as error:  # the peer is told what ends this process; the error is then raised as it is
@@ -92,7 +101,7 @@ class PrmServer:
         for rollout_id in list(self._traces):
             self._drop(rollout_id)
         self._failures.report_again()
-        return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._scorer.version)]
+        return [PrmReady(prm_id=self._prm_id, process_id=os.getpid(), version=self._scorer.version, request_id=self._request_id)]
 
     def _turn(self) -> None:
         message = self._link.receive(max(0.0, self._next_load_at - time.monotonic()))

@@ -123,8 +123,8 @@ def test_an_engine_of_a_width_that_is_not_wanted_any_more_leaves_in_place_of_wai
 def test_an_engine_that_announces_itself_with_another_width_is_none_of_the_runs() -> None:
     engines, _ = of(1)
     engines.scale(request(1, 1, 2))
-    assert [engines.is_of_width(number, 2) for number in (0, 1, 5)] == [False, True, True]
-    assert Membership(count=1).is_of_width(0, 2), "where nobody has said which one"
+    assert [engines.is_meant(number, request_id=min(number, 1), size=2) for number in (0, 1, 5)] == [False, True, True]
+    assert Membership(count=1).is_meant(0, request_id=0, size=2), "where nobody has said which one"
 
 
 def test_the_orchestrator_that_follows_goes_on_with_the_change_unless_the_settings_name_another_width() -> None:

@@ -137,10 +137,11 @@ def test_an_engine_that_no_policy_could_reach_is_told_so() -> None:
 
 def test_a_damaged_file_of_the_folder_is_named(tmp_path: Path) -> None:
     folder = ScaleFolder(tmp_path)
-    assert (folder.asked(after=0), folder.members(), folder.take_gone()) == (None, None, {})
-    folder.tell_gone([3], "its machine was taken")
-    assert folder.take_gone() == {3: Gone(reason="its machine was taken").reason}
-    assert folder.take_gone() == {}
+    assert (folder.asked(after=0), folder.members(), folder.take_gone()) == (None, None, [])
+    gone = [Gone(kind=kind, engine_id=3, request_id=request_id, reason="no GPU") for kind in ("engines", "prm") for request_id in (1, 2)]
+    for one in gone:
+        folder.tell_gone(one)
+    assert (folder.take_gone(), folder.take_gone()) == (gone, [])
     for number in (1, 2, 10):
         folder.ask(request(number, 2))
     assert [folder.asked(after=after) for after in (0, 2, 10)] == [request(1, 2), request(10, 2), None]
@@ -259,12 +260,10 @@ def rewards(*given: tuple[str, int | None]) -> tuple[RewardSection, ...]:
     return tuple(RewardSection.model_validate(one) for one in keys)
 
 
-def test_engines_of_both_kinds_are_told_in_one_file_and_words_about_one_kind_are_not_about_the_other(tmp_path: Path) -> None:
+def test_engines_of_both_kinds_are_told_in_one_file(tmp_path: Path) -> None:
     engines, folder = live(2), ScaleFolder(tmp_path)
     engines.scale(request(1, 1))
     prm = prm_membership_of(config(prm={"path": "p"}), earlier=None)
     folder.publish(msgspec.structs.replace(engines.record(), prm=prm.record()))
     assert folder.with_state(State.DRAINING, State.JOINING) == {(Kind.ENGINES, 1), (Kind.PRM, 1)}
     assert [is_own(tmp_path, 1, StartedBy.RUN, kind) for kind in Kind] == [False, True]
-    folder.tell_gone([2], "no GPU", Kind.PRM)
-    assert (folder.take_gone(), folder.take_gone(Kind.PRM)) == ({}, {2: "no GPU"})
