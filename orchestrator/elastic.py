@@ -7,11 +7,11 @@ import functools
 from orchestrator.parts import Parts
 from orchestrator.peers.prm import Prm
 from orchestrator.peers.reward_model import RewardModel
+from orchestrator.pipeline import Pipeline
 from orchestrator.rules.role_orders import Orders, RoleOrders, layout_of, orders_of
 from orchestrator.rules.role_window import RoleWindow
 from orchestrator.rules.roles import Layout, Pool, Roles
 from orchestrator.stages.role_changes import RoleChanges
-from orchestrator.stages.training import Training
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import Units, scoring_of, units_of
 from pipelinerl.config.scheduling import why_sequences_stay
@@ -23,7 +23,7 @@ DEADLINES = 2
 """Of the trainer, each as long as `trainer.ready_deadline_s`, that a change may use up: until it has saved, and until it has started."""
 
 
-def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
+def role_changes_of(parts: Parts, pipeline: Pipeline) -> RoleChanges:
     """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
     config = parts.config
     scoring = scoring_of(config.prm, config.reward)
@@ -54,7 +54,8 @@ def role_changes_of(parts: Parts, training: Training) -> RoleChanges:
         scoring=changing,
         others=tuple(models.values()),
         change=parts.trainer_change,
-        training=training,
+        training=pipeline.training,
+        completions=pipeline.channels.completions,
         progress=parts.progress,
         watch=parts.watch,
         journal=parts.given.journal,

@@ -116,7 +116,7 @@ class Run:
                 deadline_s=config.trainer.ready_deadline_s,
             ),
             ready_s=config.engine.ready_deadline_s,
-            roles=role_changes_of(parts, self.pipeline.training) if config.pipeline.elastic else None,
+            roles=role_changes_of(parts, self.pipeline) if config.pipeline.elastic else None,
         )
 
     async def reallocate(self, *, engines: int, drain_s: float) -> str:

@@ -22,12 +22,15 @@ from orchestrator.rules.switch_seconds import SwitchSeconds
 from pipelinerl.config.scaling import Units
 from pipelinerl.runtime.elastic_roles import RoleChange, RolesRecord
 
+FIRST_WINDOW = "how contexts drift shows with the next window"
+"""Why a layout that would pay is not ordered."""
+
 
 class Word(enum.StrEnum):
     """What a decision says."""
 
     STAYS = "stays"
-    """No other layout pays."""
+    """No other layout pays, or only one window was seen so far."""
     BEGINS = "begins"
     """Another layout is ordered."""
     TAKEN = "taken"
@@ -194,7 +197,8 @@ class RoleOrders:
         if change is not None:
             return self._begin(change, self.orders(change.after), seen, Word.BEGINS)
         assert self.roles.weighed is not None, "it was due, and there was a window"
-        return Decision(word=Word.STAYS, now=self._ordered, then=self.orders(self.roles.weighed.then))
+        reason = FIRST_WINDOW if self.roles.weighed.pays and self.roles.is_first_window else ""
+        return Decision(word=Word.STAYS, now=self._ordered, then=self.orders(self.roles.weighed.then), reason=reason)
 
     def _begin(self, change: Change, orders: Orders, seen: Seen, word: Word) -> Decision:
         now = self._before = self._ordered

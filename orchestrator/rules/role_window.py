@@ -67,12 +67,15 @@ class RoleWindow:
         self._engines: dict[int, _Engine] = {}
         self._num_steps = 0
         self._working_s = self._replica_s = 0.0
+        self._num_row_tokens = self._num_completed = self._num_sampled = 0
+        """Tokens of rows that were trained, of rollouts that were completed, and of these the sampled ones."""
         self._trained_s = -math.inf
         """When the last step was heard of."""
 
     def begin(self, counts: Counts) -> None:
         """Begin a window."""
         self.began, self._num_steps, self._working_s, self._replica_s = counts, 0, 0.0, 0.0
+        self._num_row_tokens = self._num_completed = self._num_sampled = 0
         for engine_id, engine in self._engines.items():
             self._engines[engine_id] = _Engine(last=engine.last, last_s=engine.last_s)
 
@@ -108,13 +111,19 @@ class RoleWindow:
         engines = map(self._engines.get, engine_ids)
         return max((math.inf if engine is None else now_s - engine.last_s for engine in engines), default=math.inf)
 
-    def trained(self, *, working_s: float, num_replicas: float, now_s: float) -> None:
-        """Note a step for which each of so many replicas has worked, its waits for rows left out."""
+    def completed(self, *, num_tokens: int, num_sampled: int) -> None:
+        """Note a rollout that is written: all its tokens, and those that engines have sampled."""
+        self._num_completed += num_tokens
+        self._num_sampled += num_sampled
+
+    def trained(self, *, num_tokens: int, working_s: float, num_replicas: float, now_s: float) -> None:
+        """Note a step of rollouts of so many tokens, for which each of so many replicas has worked, its waits for rows left out."""
         elapsed_s, self._trained_s = now_s - self._trained_s, now_s
         if not can_have_passed(working_s, elapsed_s=elapsed_s):
             self.stop()
             return
         self._num_steps += 1
+        self._num_row_tokens += num_tokens
         self._working_s += working_s
         self._replica_s += working_s * num_replicas
 
@@ -138,17 +147,18 @@ class RoleWindow:
         scored_s = None if counts.scored_s is None or began.scored_s is None else counts.scored_s - began.scored_s
         if scorers_of_unit and not scored_s:
             return None
-        sampled = counts.sampled - began.sampled
+        sampled, trained = counts.sampled - began.sampled, counts.trained - began.trained
+        part = self._num_sampled / self._num_completed if self._num_sampled else trained / self._num_row_tokens
         others_s = [after_s - before_s for before_s, after_s in zip(began.others_s, counts.others_s, strict=True)]
         scored_most = [number * sampled / seconds for number, seconds in zip(others, others_s, strict=True) if seconds > 0]
         elapsed_s = counts.now_s - began.now_s
         expected_s = passes_s.a * passes + passes_s.b * tokens + passes_s.c * context
         window = Window(
-            tokens=counts.trained - began.trained,
+            tokens=trained,
             num_steps=self._num_steps,
             context=context / tokens,
             slowness=sum(engine.seconds for engine in engines) / expected_s,
-            replica_rate=(counts.trained - began.trained) / self._replica_s,
+            replica_rate=self._num_row_tokens * part / self._replica_s,
             written_rate=sampled / elapsed_s,
             trainer_wait=max(0.0, 1 - self._working_s / elapsed_s),
             held_back=min(1.0, (counts.held_s - began.held_s) / elapsed_s),

@@ -16,15 +16,16 @@ The speed of a layout is that of its slowest part, in sampled tokens per second:
 takes. R is not what engines have written: while the trainer is slower, admission holds them back, and they look as fast as it is. So R
 follows from a profile of a pass and from `slowness`, how much longer than that passes took. Where only the trainer has waited, what was
 written is all that engines can, unevenness and tails included: they, and narrower ones, are taken to be that much slower from then on.
-Contexts are expected to grow as much in the next window as they did in the last.
+The rate of a replica is for what is being written: the rows that it trains are older, and may be of another load.
 
-Units change only at a swap boundary, and only where `HORIZON` windows save more than the change costs:
+Units change only at a swap boundary, and only where the `HORIZON` windows to come save more than the change costs:
 
-    HORIZON * (tokens / speed now - tokens / speed then) > (1 + MARGIN) * cost
+    sum over windows of (tokens / speed now - tokens / speed then) > (1 + MARGIN) * cost
     cost = away_s + (switch_s - away_s) * (1 - speed meanwhile / speed now) + KV caches computed anew
 
-`away_s` are the seconds in which nothing is trained, where the core starts again with every change of the replicas beside it, as it does
-in a live run; else 0.
+Contexts drift from window to window (`rules.drift`), so what is faster now may be slower soon: nothing changes before a second window has
+shown how. `away_s` are the seconds in which nothing is trained, where the core starts again with every change of the replicas beside it, as
+it does in a live run; else 0.
 
 Each change has an epoch. It is over when every unit says so; after its deadline the layout before it is taken up again, and the rule plans
 nothing for `HOLD_WINDOWS`. The same holds where whoever carries it out has taken it back, and where a person has asked for a layout of
@@ -36,8 +37,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from orchestrator.rules.drift import Drift
 
 MARGIN = 0.5
 """Part of a change's cost that it has to save beyond it. A larger value follows drifts later; a smaller one changes to and fro on noise."""
@@ -227,10 +231,15 @@ class Roles:
         self.next_plan = window_steps
         """The first step after which it plans."""
         self._least_steps = self._window_steps = window_steps
-        self._context: float | None = None
-        """Of the window before the last."""
+        self.drift = Drift()
+        """Of contexts, whatever the layout is."""
         self._slowness: dict[int, float] = {}
         """By the width of engines, as last seen."""
+
+    @property
+    def is_first_window(self) -> bool:
+        """Return whether the last window was the first one, so that nobody knows how contexts drift: no change begins with it."""
+        return not self.drift.is_known
 
     def is_due(self, step: int) -> bool:
         """Return whether a window ends with the policy of this step."""
@@ -242,11 +251,10 @@ class Roles:
             return None
         self.next_plan, self._window_steps = step + self._least_steps, window.num_steps
         self._note_slowness(window)
-        before, self._context = self._context or window.context, window.context
-        window = dataclasses.replace(window, context=min(2.0, max(0.5, 2 - before / window.context)) * window.context)
-        horizon = min(HORIZON, (self.pool.last_step - step) / window.num_steps)
-        weighed = self.weighed = self._weigh(window, horizon=horizon)
-        if not weighed.pays:
+        contexts = self.drift.contexts(window.context, number=HORIZON)
+        horizon = min(HORIZON, max(1e-9, (self.pool.last_step - step) / window.num_steps))
+        weighed = self.weighed = self._weigh([dataclasses.replace(window, context=context) for context in contexts], horizon=horizon)
+        if not weighed.pays or self.is_first_window or step >= self.pool.last_step:
             return None
         step_s = window.tokens / window.num_steps / weighed.speed_now
         return self._begin(weighed.then, saved_s=weighed.saved_s, cost_s=weighed.cost_s, step_s=step_s)
@@ -268,7 +276,7 @@ class Roles:
 
     def settle(self, layout: Layout, step: int, *, has_failed: bool = False) -> None:
         """Take up a layout that is not this rule's choice: one that was taken back by whoever carries changes out, or a person's."""
-        self.layout, self.change, self._context = layout, None, None
+        self.layout, self.change = layout, None
         self._rest(step, has_failed=has_failed)
 
     def restore(self, layout: Layout, change: Change | None, *, epoch: int, next_plan: int, num_failed: int) -> None:
@@ -284,18 +292,22 @@ class Roles:
         times = min(MAX_REST, 2 ** max(0, self.num_failed - 1))
         self.next_plan = step + times * HOLD_WINDOWS * self._window_steps
 
-    def _weigh(self, window: Window, *, horizon: float) -> Weighed:
-        """Compare the present layout with the fastest that the run could have; of two that are as fast, the one that keeps most units."""
-        layouts = sorted(
-            self._layouts(window),
-            key=lambda layout: (self._speed(layout, window), layout.common(self.layout).num_units),
-            reverse=True,
-        )
+    def _weigh(self, windows: Sequence[Window], *, horizon: float) -> Weighed:
+        """Compare the present layout with the one that is fastest in the windows to come, of those that the run could have; of two that
+        are as fast, the one that keeps most units. The run ends after `horizon` windows, or goes on.
+        """
+        weights, now = [min(1.0, horizon - number) for number in range(math.ceil(horizon))], windows[0]
+
+        @functools.cache
+        def spent_s(layout: Layout) -> float:
+            return sum(weight * now.tokens / self._speed(layout, window) for weight, window in zip(weights, windows, strict=False))
+
+        layouts = sorted(self._layouts(now), key=lambda layout: (spent_s(layout), -layout.common(self.layout).num_units))
         then = next(layout for layout in layouts if layout == self.layout or self.pool.may_be(layout))
-        speed_now, speed_then = self._speed(self.layout, window), self._speed(then, window)
-        saved_s = horizon * (window.tokens / speed_now - window.tokens / speed_then)
+        speed_now, speed_then = (horizon * now.tokens / spent_s(layout) for layout in (self.layout, then))
+        saved_s = spent_s(self.layout) - spent_s(then)
         return Weighed(
-            now=self.layout, then=then, speed_now=speed_now, speed_then=speed_then, saved_s=saved_s, cost_s=self._cost_s(then, window)
+            now=self.layout, then=then, speed_now=speed_now, speed_then=speed_then, saved_s=saved_s, cost_s=self._cost_s(then, now)
         )
 
     def _note_slowness(self, window: Window) -> None:

@@ -48,7 +48,7 @@ class SimulatedEngine:
         """Called with each stretch of passes."""
         self.on_asleep: Callable[[SimulatedEngine, float], None] = lambda engine, sleep_s: None
         """Called once it sleeps, with the seconds that took."""
-        self.num_tokens = self.num_steps = self.num_evicted = self.num_prefilled = 0
+        self.num_tokens = self.num_steps = self.num_context_tokens = self.num_evicted = self.num_prefilled = 0
         self.busy_s = self.idle_s = 0.0
         self._world, self._cores, self._events = world, cores, cores.events
         self._swap_s, self._sleep_s, self._keeps_kv = sync.pause_s, sync.sleep_s, keeps_kv
@@ -147,8 +147,8 @@ class SimulatedEngine:
             "busy_s": self.busy_s + (now_s - self._stretch.began_s if self._stretch else 0.0),
             "idle_s": self.idle_s + (now_s - self._idle_since if self._idle_since >= 0 else 0.0),
             "kv_used": self.kv_used,
-            "num_context_tokens": 0,  # contexts and drafts are in the time of passes alone
-            "num_drafted": 0,
+            "num_context_tokens": self.num_context_tokens + self._read_by(over),
+            "num_drafted": 0,  # drafts are in the time of passes alone
             "num_accepted": 0,
         }
 
@@ -170,6 +170,11 @@ class SimulatedEngine:
         """Passes of the stretch under way that are over."""
         return 0 if self._stretch is None else self._stretch.num_over()
 
+    def _read_by(self, num_passes: int) -> int:
+        """Return the tokens that the first passes of a stretch read in caches; each sequence has one more in every pass."""
+        num = len(self._writing)
+        return num_passes * (self._context + num * self._pass) + num * num_passes * (num_passes - 1) // 2
+
     def _end_stretch(self) -> None:
         assert self._stretch is not None
         self._is_held_up = True
@@ -181,6 +186,7 @@ class SimulatedEngine:
         assert stretch is not None
         self.busy_s += self._events.now_s - stretch.began_s
         self.on_busy(self, stretch.began_s, self._events.now_s)
+        self.num_context_tokens += self._read_by(num_passes)
         self._pass += num_passes
         self.num_steps += num_passes
         self.num_tokens += num_passes * len(self._writing)

@@ -102,8 +102,8 @@ class RoleChanges:
             Layout(engines=num_engines, width=elastic.width, trainers=len(self._units) - num_engines),
             window_steps=elastic.window_steps,
         )
-        self._pass_on, generation.on_finished = generation.on_finished, self._finished
         generation.on_empty = self._is_empty
+        self._pass_on, generation.on_finished = generation.on_finished, self._finished
         trainer.on_resized, trainer.regroup_s = self._resized, elastic.away_s
         self._begin_window()
 
@@ -144,51 +144,53 @@ class RoleChanges:
     # --- what a window shows ---
 
     def _begin_window(self) -> None:
-        self._num = self._sampled = self._prompts = self._read = 0.0
         self._num_steps = self._trained = self._working_s = 0.0
+        self._rows = self._completed = self._completed_rows = 0.0
         self._at_begin, self._began_s = self._totals(), self._events.now_s
 
+    def trained(self, step: Mapping[str, Any]) -> None:
+        """Note a step that is trained, with what its line in the journal says."""
+        metrics = step["trainer"]
+        self._num_steps, self._trained = self._num_steps + 1, self._trained + step["num_trained_tokens"]
+        self._rows += step["num_tokens"]
+        self._working_s += metrics["num_tokens"] / metrics["tokens_per_s"] * self._trainer.num_replicas
+
     def _finished(self, rollout: Rollout) -> None:
-        sampled, prompt = rollout.num_sampled, rollout.draws.prompt_tokens + rollout.num_observed
-        self._num, self._sampled, self._prompts = self._num + 1, self._sampled + sampled, self._prompts + prompt
-        self._read += prompt * sampled + sampled**2 / 2
+        self._completed += rollout.num_sampled
+        self._completed_rows += rollout.draws.prompt_tokens + rollout.num_observed + rollout.num_sampled
         self._pass_on(rollout)
 
-    def trained(self, metrics: Mapping[str, float]) -> None:
-        """Note a step that is trained."""
-        working_s = metrics["num_tokens"] / metrics["tokens_per_s"]
-        self._num_steps, self._trained = self._num_steps + 1, self._trained + metrics["num_tokens"]
-        self._working_s += working_s * self._trainer.num_replicas
-
-    def _totals(self) -> tuple[float, float, float, float, float, float]:
-        """Tokens, passes, busy seconds and computed tokens of prompts of all engines so far, the scorers' busy seconds, and those in which
-        engines were held back.
+    def _totals(self) -> tuple[float, ...]:
+        """Tokens, passes, tokens read in caches, busy seconds and computed tokens of prompts of all engines so far, the scorers' busy
+        seconds, and those in which engines were held back.
         """
         engines = self._generation.engines
         gauges, prompts = [engine.gauges() for engine in engines], float(sum(engine.num_prefilled for engine in engines))
-        tokens, passes, busy_s = (sum(float(one[name] or 0.0) for one in gauges) for name in ("num_tokens", "num_steps", "busy_s"))
+        names = ("num_tokens", "num_steps", "num_context_tokens", "busy_s")
+        tokens, passes, read, busy_s = (sum(float(one[name] or 0.0) for one in gauges) for name in names)
         held_s = self._generation.waits.all_waited_s().get(f"generation: {STALENESS_BOUND}", 0.0)
-        return tokens, passes, busy_s, prompts, self._prm.busy_s if self._prm is not None else 0.0, held_s
+        return tokens, passes, read, busy_s, prompts, self._prm.busy_s if self._prm is not None else 0.0, held_s
 
     def _window(self) -> Window | None:
         differences = (now - before for now, before in zip(self._totals(), self._at_begin, strict=True))
-        tokens, passes, busy_s, prompts, scored_s, held_s = differences
-        if not (passes and self._sampled and self._trained and self._working_s) or (self._prm is not None and scored_s <= 0):
+        tokens, passes, read, busy_s, prompts, scored_s, held_s = differences
+        if not (passes and tokens and self._trained and self._working_s) or (self._prm is not None and scored_s <= 0):
             return None
         layout, pool, elapsed_s = self._roles.layout, self._roles.pool, self._events.now_s - self._began_s
-        context, part = self._read / self._sampled, self._sampled / (self._sampled + self._prompts)
+        context = read / tokens
+        part = self._completed / self._completed_rows if self._completed else self._trained / self._rows
         world, profile = self._elastic.engines[layout.width], pool.profiles[layout.width]
         return Window(
-            tokens=self._trained * part,
+            tokens=self._trained,
             num_steps=int(self._num_steps),
             context=context,
             slowness=busy_s / (passes * profile.pass_s(tokens / passes, context) + prompts * profile.prompt_token_s),
             prompt_tokens=prompts / tokens,
-            replica_rate=self._trained * part / self._working_s,
+            replica_rate=self._rows / self._working_s * part,
             written_rate=tokens / elapsed_s,
             trainer_wait=1 - self._working_s / (elapsed_s * self._trainer.num_replicas),
             held_back=held_s / elapsed_s,
-            scorer_rate=None if self._prm is None else self._sampled / scored_s,
+            scorer_rate=None if self._prm is None else tokens / scored_s,
             held_tokens=sum(map(self._held, self._units)) / max(1, layout.engines),
             recompute_s=world.prefill_token_s,
         )

@@ -338,7 +338,7 @@ class _Run:
         self.record.trained(step, metrics, engine_s=(busy_s, idle_s))
         self.batching.trained(step)
         if self.roles is not None:
-            self.roles.trained(metrics)
+            self.roles.trained(self.record.last_step)
         self.books.counts()
 
     def _published(self, version: int) -> None:

@@ -23,9 +23,10 @@ from orchestrator.rules.role_window import LATE_S, SILENT_S, Counts, RoleWindow
 from orchestrator.rules.roles import WINDOW_SWITCHES, Window
 from orchestrator.rules.trainer_ranks import TrainerChange
 from orchestrator.stages.training import Training
-from pipelinerl.messages import EngineLoad, StepDone
+from pipelinerl.messages import EngineLoad, StepDone, Trajectory
 from pipelinerl.observe.journal import Journal
 from pipelinerl.runtime.membership import Member, ScaleFolder, State
+from pipelinerl.runtime.stage import Channel
 from pipelinerl.runtime.trainer_ranks import Phase
 from pipelinerl.runtime.watch import Watch
 
@@ -48,6 +49,7 @@ class RoleChanges:
     """Models that score on devices which do not change by themselves."""
     change: TrainerChange
     training: Training
+    completions: Channel[Trajectory]
     progress: Progress
     watch: Watch
     journal: Journal
@@ -74,6 +76,7 @@ class RoleChanges:
         self.engines.on_load(self._reported)
         self.engines.on_died(self.window.lost)
         self.progress.on_trained = self._trained
+        self.completions.on_put = self._completed
 
     def look(self) -> Orders | None:
         """Return the orders that are to be carried out now; None where there are none."""
@@ -171,10 +174,14 @@ class RoleChanges:
     def _reported(self, load: EngineLoad) -> None:
         self.window.reported(load, now_s=_now_s())
 
+    def _completed(self, trajectory: Trajectory) -> None:
+        self.window.completed(num_tokens=trajectory.num_tokens, num_sampled=trajectory.num_trained_tokens)
+
     def _trained(self, done: StepDone) -> None:
         num_tokens, rate = (done.metrics.get(name, math.nan) for name in ("num_tokens", "tokens_per_s"))
         working_s = 0.0 if num_tokens == 0 else num_tokens / (rate or math.nan)
-        self.window.trained(working_s=working_s, num_replicas=self.change.num_replicas, now_s=_now_s())
+        num_row_tokens = int(str(self.progress.last_step["num_tokens"]))
+        self.window.trained(num_tokens=num_row_tokens, working_s=working_s, num_replicas=self.change.num_replicas, now_s=_now_s())
         self._boundary = self._counts()
 
     def _counts(self) -> Counts:

@@ -56,6 +56,8 @@ class Channel(Generic[_T]):
         """Bytes of items that were asked for and are to come: with `num_bytes` never more than `bound_bytes`, but for one item alone."""
         self.num_items_ever = 0
         self.is_closed = False
+        self.on_put: Callable[[_T], None] = lambda item: None
+        """Called with each item that is added."""
         self._watch = watch
         self._size = size
         self._label = label
@@ -95,6 +97,7 @@ class Channel(Generic[_T]):
         self._items.append(item)
         self.num_bytes += self._size(item)
         self.num_items_ever += 1
+        self.on_put(item)
         self._watch.moved()
         _wake(self._getters)
 

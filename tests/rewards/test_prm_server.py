@@ -208,7 +208,8 @@ def test_a_process_ends_where_the_orchestrator_is_silent_and_the_run_has_gone_on
     thread.start()
     try:
         (_, ready), *_ = asyncio.run(asyncio.wait_for(hub.receive(), 30))
-        assert (type(ready), ready.request_id) == (PrmReady, 7)
+        assert isinstance(ready, PrmReady)
+        assert ready.request_id == 7
         hub.close()
         assert looked.wait(30)
         thread.join(1.5)

@@ -318,7 +318,7 @@ def test_a_full_disk_takes_a_change_back_and_each_further_try_waits_twice_as_lon
             write(self, link)
 
     monkeypatch.setattr(Group, "_write", is_full)
-    ended = simulated(settings(steps=70, checkpoint={"every": 1000}), tmp_path, beside=with_disk(Disk()))
+    ended = simulated(settings(steps=110, checkpoint={"every": 1000}), tmp_path, beside=with_disk(Disk()))
     assert ended.problems() == []
     lines = decided(ended)
     assert layouts(lines)[:4] == [("begins", 2, 2), ("taken back", 3, 1)] * 2

@@ -360,7 +360,7 @@ def test_the_rule_of_elastic_roles_gives_the_model_an_engines_device_where_it_is
                 await launcher.settled()
                 await asyncio.sleep(0.1)
 
-    where = elastic.settings(steps=60, prm={"path": "unused", "chunk_tokens": 3})
+    where = elastic.settings(steps=90, prm={"path": "unused", "chunk_tokens": 3})
     world = peers.World(step_s=0.012, token_s=2e-4, mean_tokens=10, prm_token_s=1 / 300, start_s=3.0)
     cast = Cast(trainer=trainer_group.nobody)
     ended = run(where, folder=tmp_path, beside=beside, world=world, cast=cast, group_advantages=credit, limit_s=6000.0)

@@ -11,8 +11,9 @@ import dataclasses
 import msgspec
 import pytest
 
+from orchestrator.rules.drift import Drift
 from orchestrator.rules.pass_profile import PassSeconds
-from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word, layout_of, orders_of
+from orchestrator.rules.role_orders import FIRST_WINDOW, Decision, Orders, RoleOrders, Seen, Word, layout_of, orders_of
 from orchestrator.rules.roles import HOLD_WINDOWS, Layout, Pool, Roles, Window
 from orchestrator.rules.switch_seconds import FIRST_S, SwitchSeconds
 from pipelinerl.config.engines import EngineSection
@@ -41,6 +42,7 @@ def rule(*, start_s: float = 10.0, deadline_s: float = 100.0, may_be: bool = Tru
     )
     found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), ONE, wanted=BEGAN)
     found.seconds.started(start_s)
+    found.roles.drift.contexts(WINDOW.context, number=1)
     return found
 
 
@@ -82,6 +84,17 @@ def test_a_layout_that_does_not_pay_or_cannot_be_stays_and_says_what_it_weighed(
     cannot = planned(rule(may_be=False))
     assert cannot is not None
     assert (cannot.word, cannot.then) == (Word.STAYS, BEGAN)
+
+
+def test_a_first_window_orders_nothing_and_says_why():
+    found = rule()
+    found.roles.drift = Drift()
+    first = planned(found)
+    assert first is not None
+    assert (first.word, first.then, first.orders, first.reason) == (Word.STAYS, OTHER, None, FIRST_WINDOW)
+    second = planned(found, step=4)
+    assert second is not None
+    assert second.word is Word.BEGINS
 
 
 def test_what_a_change_costs_is_what_those_before_it_took():
@@ -351,6 +364,7 @@ def test_a_process_reward_models_engines_change_with_whole_units_and_one_unit_of
     assert layout_of(Orders(2, 1, 3, "prm"), units_with(wide, prm(count=4)), width=2) is None
     pool = dataclasses.replace(rule().roles.pool, core_scorers=1.0)
     found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(3, 1, 1, "prm"))
+    found.roles.drift.contexts(WINDOW.context, number=1)
     found.seconds.started(10.0)
     window = dataclasses.replace(WINDOW, replica_rate=2000, scorer_rate=300)
     begun = planned(found, window=window, wanted=Orders(3, 1, 1, "prm"))

@@ -65,7 +65,7 @@ def test_speeds_contexts_and_waits_of_a_window():
     window = begun()
     after_ten_seconds(window)
     for _ in range(5):
-        window.trained(working_s=1.0, num_replicas=2, now_s=STEP_S)
+        window.trained(num_tokens=2000, working_s=1.0, num_replicas=2, now_s=STEP_S)
     found, passes_s = seen(window, counts(10.0, sampled=4000, trained=3000, held_s=4.0))
     assert (found.tokens, found.num_steps, found.context) == (3000, 5, 100)
     assert found.replica_rate == pytest.approx(3000 / (5 * 1.0 * 2))
@@ -82,13 +82,13 @@ def test_what_lies_between_two_passes_makes_engines_slow_and_time_without_a_requ
         for engine_id in (0, 1):  # half of the passes that fit into the time, and never without a request
             one = load(engine_id, second, idle=0.5)
             window.reported(EngineLoad(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "idle_s": 0.0}), now_s=float(second))
-    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
     assert found.slowness == pytest.approx(2.0)
 
     window = begun()
     after_ten_seconds(window, idle=0.5)
-    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
     assert found.slowness == pytest.approx(1.0)
 
@@ -96,13 +96,30 @@ def test_what_lies_between_two_passes_makes_engines_slow_and_time_without_a_requ
 def test_a_window_counts_from_its_beginning_and_passes_are_fitted_to_all():
     window = begun()
     after_ten_seconds(window)
-    window.trained(working_s=9.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=9.0, num_replicas=1, now_s=STEP_S)
     window.begin(counts(10.0, sampled=4000, trained=3000, held_s=4.0))
     after_ten_seconds(window, began_s=10, context=300)  # 300 in the mean of 20 s, after 100 in the first ten
-    window.trained(working_s=2.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=2.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(20.0, sampled=8000, trained=3500, held_s=4.0))
     assert found.context == pytest.approx(500)
     assert (found.tokens, found.num_steps, found.replica_rate, found.held_back) == (500, 1, pytest.approx(250), 0.0)
+
+
+def test_a_replica_is_as_fast_as_it_is_for_what_is_being_written():
+    """It trains 10,000 tokens of rows a second, 3,000 of 10,000 sampled. Of what is written meanwhile 500 of 5,000 are: prompts have become
+    longer, so it will train 1,000 sampled tokens a second.
+    """
+    window = begun()
+    after_ten_seconds(window)
+    window.trained(num_tokens=10_000, working_s=1.0, num_replicas=1, now_s=STEP_S)
+    assert seen(window, counts(10.0, sampled=4000, trained=3000))[0].replica_rate == pytest.approx(3000)
+    for num_sampled in (200, 300):
+        window.completed(num_tokens=2500, num_sampled=num_sampled)
+    assert seen(window, counts(10.0, sampled=4000, trained=3000))[0].replica_rate == pytest.approx(1000)
+    window.begin(counts(10.0, sampled=4000, trained=3000))
+    after_ten_seconds(window, began_s=10)
+    window.trained(num_tokens=10_000, working_s=1.0, num_replicas=1, now_s=STEP_S)
+    assert seen(window, counts(20.0, sampled=8000, trained=6000))[0].replica_rate == pytest.approx(3000), "those were of the window before"
 
 
 def test_an_engine_that_starts_again_counts_anew():
@@ -110,7 +127,7 @@ def test_an_engine_that_starts_again_counts_anew():
     after_ten_seconds(window)
     window.reported(load(0, 1), now_s=40.0)
     window.reported(load(0, 2), now_s=41.0)
-    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(41.0, sampled=4200, trained=1000))
     assert found.slowness == pytest.approx(1.0), "half a minute in which it started is nobody's pass"
 
@@ -118,9 +135,9 @@ def test_an_engine_that_starts_again_counts_anew():
 def test_a_window_has_as_many_steps_as_it_has_to():
     window = begun(least_steps=2)
     after_ten_seconds(window)
-    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is None
-    window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is not None
 
 
@@ -130,7 +147,7 @@ def test_without_any_of_them_nothing_is_measured(missing: str):
     if missing != "reports":
         after_ten_seconds(window)
     if missing != "steps":
-        window.trained(working_s=1.0, num_replicas=1, now_s=STEP_S)
+        window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     if missing == "a beginning":
         window.stop()
     trained = 0 if missing == "trained tokens" else 1000
@@ -166,11 +183,11 @@ def test_an_engine_whose_clock_jumps_ends_the_window_and_its_passes_are_not_fitt
 @pytest.mark.parametrize("working_s", [float("nan"), -1.0, 31.0])
 def test_a_step_that_says_what_cannot_be_ends_the_window(working_s: float):
     window = begun()
-    window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
-    window.trained(working_s=20.0 + SILENT_S, num_replicas=1, now_s=30.0)
-    window.trained(working_s=0.0, num_replicas=1, now_s=30.0)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=10.0)
+    window.trained(num_tokens=1000, working_s=20.0 + SILENT_S, num_replicas=1, now_s=30.0)
+    window.trained(num_tokens=1000, working_s=0.0, num_replicas=1, now_s=30.0)
     assert window.began is not None
-    window.trained(working_s=working_s, num_replicas=1, now_s=50.0)
+    window.trained(num_tokens=1000, working_s=working_s, num_replicas=1, now_s=50.0)
     assert window.began is None
 
 
@@ -185,7 +202,7 @@ def test_what_a_unit_of_the_process_reward_model_scores_while_it_works():
     window = begun()
     window.begin(dataclasses.replace(counts(0.0), scored_s=2.0))
     after_ten_seconds(window)
-    window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=10.0)
     at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), scored_s=10.0)
     found = window.window(at, engines_of_unit=1, scorers_of_unit=2)
     assert found is not None
@@ -199,7 +216,7 @@ def test_what_models_score_at_most_that_do_not_change():
     window = begun()
     window.begin(dataclasses.replace(counts(0.0), others_s=(2.0, 1.0, 0.0)))
     after_ten_seconds(window)
-    window.trained(working_s=1.0, num_replicas=1, now_s=10.0)
+    window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=10.0)
     at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), others_s=(10.0, 5.0, 0.0))
     for numbers, most in (((1, 2, 1), 500), ((8, 2, 1), 2000)):
         found = window.window(at, engines_of_unit=1, others=numbers)
