@@ -256,5 +256,6 @@ def test_weights_of_another_model_are_noticed_at_the_first_step(settings: Path, 
     assert "MismatchError" in printed
     assert "processed_logprobs" in printed
     run_folder = newest_run(settings, "mismatch")
-    assert json.loads((run_folder / "failures" / "trainer-0.json").read_text())["error"]
+    errors = [json.loads(path.read_text())["error"] for path in (run_folder / "failures").iterdir()]  # whoever was ended first has no time
+    assert any("MismatchError" in error for error in errors)
     assert not processes_of(run_folder)
