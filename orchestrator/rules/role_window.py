@@ -142,7 +142,7 @@ class RoleWindow:
         passes, tokens, context = (sum(getattr(one, name) for one in engines) for name in ("passes", "tokens", "context"))
         if began is None or passes_s is None or self._num_steps < self._least_steps:
             return None
-        if not (tokens and context and self._replica_s > 0 and counts.trained > began.trained):
+        if not (tokens and context and self._replica_s > 0 and self._num_row_tokens and counts.trained > began.trained):
             return None
         scored_s = None if counts.scored_s is None or began.scored_s is None else counts.scored_s - began.scored_s
         if scorers_of_unit and not scored_s:

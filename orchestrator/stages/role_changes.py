@@ -180,7 +180,8 @@ class RoleChanges:
     def _trained(self, done: StepDone) -> None:
         num_tokens, rate = (done.metrics.get(name, math.nan) for name in ("num_tokens", "tokens_per_s"))
         working_s = 0.0 if num_tokens == 0 else num_tokens / (rate or math.nan)
-        num_row_tokens = int(str(self.progress.last_step["num_tokens"]))
+        num_row_tokens = self.progress.last_step["num_tokens"]
+        assert isinstance(num_row_tokens, int), "a number of tokens"
         self.window.trained(num_tokens=num_row_tokens, working_s=working_s, num_replicas=self.change.num_replicas, now_s=_now_s())
         self._boundary = self._counts()
 

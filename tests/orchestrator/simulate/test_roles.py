@@ -57,10 +57,10 @@ def assert_nothing_is_lost(ended: Simulated) -> None:
 
 
 def test_devices_follow_answers_that_grow_and_nothing_is_lost():
-    longer = {"steps": 96, "ranks": 3}
+    longer = {"steps": 192, "ranks": 3}
     static, elastic = run(None, trainer=longer), run(ELASTIC, trainer=longer)
     assert_nothing_is_lost(elastic)
-    assert elastic.totals.step_ends_s[-1] < 0.95 * static.totals.step_ends_s[-1]
+    assert elastic.totals.step_ends_s[-1] < 0.9 * static.totals.step_ends_s[-1]
     assert max(elastic.totals.ages) <= 3
     engines = [change.after.engines for change in elastic.role_changes]
     assert engines[-1] > min(engines), "engines, once answers are long"
@@ -119,8 +119,8 @@ def test_a_window_tells_prompts_that_engines_compute_from_slow_passes(monkeypatc
     monkeypatch.setattr(Roles, "plan", noted)
     engine = dataclasses.replace(GROWING.engine, prefill_token_s=1e-3, kv_tokens=1e6)
     world = dataclasses.replace(GROWING, length_factors=(1.0,), prompt_factors=(1.0, 8.0), engine=engine, slowdowns={})
-    run(dataclasses.replace(ELASTIC, engines={1: engine}), world=world)
-    assert [window.slowness for window in windows] == pytest.approx([1.0] * len(windows), rel=0.12), "some end in the middle of a long pass"
+    run(dataclasses.replace(ELASTIC, engines={1: engine}, window_steps=4), world=world)  # so that the pass in which one ends counts little
+    assert [window.slowness for window in windows] == pytest.approx([1.0] * len(windows), rel=0.05)
     assert max(window.prompt_tokens for window in windows) > 3 * windows[0].prompt_tokens > 0
 
 
