@@ -23,6 +23,7 @@ from pipelinerl.transport.base import Link
 from pipelinerl.transport.keys import make_keys
 from pipelinerl.transport.zmq import ZmqHub, ZmqLink
 from tests.keys import PEERS
+from tests.orphans import announced_and_ended
 from tests.rewards.test_prm import ENDS, POLICY, ByHand, by_words, trace
 from tests.sim.memory import MemoryHub
 
@@ -196,30 +197,9 @@ def test_a_process_ends_where_the_orchestrator_is_silent_and_the_run_has_gone_on
     monkeypatch.setattr("pipelinerl.rewards.prm.server.SILENT_S", 0.5)
     make_keys(tmp_path, PEERS)
     hub, link = ZmqHub(tmp_path, "scorer", accepts=FromScorer), ZmqLink(tmp_path, "scorer", 1, accepts=ToScorer)
-    looked, is_own = threading.Event(), threading.Event()
-    is_own.set()
-
-    def is_awaited() -> bool:
-        looked.set()
-        return is_own.is_set()
-
-    server = serving(ByHand(), link, journal := Journal(tmp_path, "scorer-1"), request_id=7, is_awaited=is_awaited)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        (_, ready), *_ = asyncio.run(asyncio.wait_for(hub.receive(), 30))
-        assert isinstance(ready, PrmReady)
-        assert ready.request_id == 7
-        hub.close()
-        assert looked.wait(30)
-        thread.join(1.5)
-        assert thread.is_alive(), "the run still has it, and its orchestrator may come again"
-        is_own.clear()
-        thread.join(30)
-        assert not thread.is_alive()
-    finally:
-        is_own.clear()
-        thread.join(30)
-        hub.close()
-        link.close()
-        journal.close()
+    journal = Journal(tmp_path, "scorer-1")
+    ready = announced_and_ended(hub, lambda is_awaited: serving(ByHand(), link, journal, request_id=7, is_awaited=is_awaited).run())
+    link.close()
+    journal.close()
+    assert isinstance(ready, PrmReady)
+    assert ready.request_id == 7
