@@ -13,43 +13,59 @@ from orchestrator.rules.admission import Admission
 from orchestrator.rules.batch import BatchCut, Filtered, Siblings, StepRules, Verdict, sampled_of
 from orchestrator.rules.grouping import Grouping
 from orchestrator.simulate.books import Books
-from orchestrator.simulate.rollouts import zeros
+from orchestrator.simulate.rollouts import column
 from orchestrator.simulate.trainer import Trainer
-from pipelinerl.algorithms.advantage import keeps_group
+from pipelinerl.algorithms.advantage import group_advantages, keeps_group
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup
-from pipelinerl.algorithms.method import Method
+from pipelinerl.algorithms.methods import method_of
+from pipelinerl.algorithms.rules import spec_of
+from pipelinerl.algorithms.signal import gradient_needs_advantage
+from pipelinerl.config import Config
 from pipelinerl.data.packing import Packing
 from pipelinerl.errors import Stalled
-from pipelinerl.messages import Float32, Sample, ScoredTrajectory, TerminalStatus
+from pipelinerl.messages import Float32, Mask, Sample, ScoredTrajectory, TerminalStatus
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
 class MethodFilter:
-    """The method's filter decides which groups train; advantages are zeros, since nothing is computed with them."""
+    """The method's filter decides which groups train. Advantages are 1 for all of a sample that the trainer computes a backward pass for,
+    0 for one without any gradient: nothing else is done with them.
+    """
 
-    method: Method
-    correct_reward: float
+    def __init__(self, config: Config, *, forward_part: float) -> None:
+        """`forward_part` is the trainer's; at 1 nobody asks what has a gradient."""
+        self._method, self._correct_reward = method_of(config), config.algorithm.correct_reward
+        is_own = spec_of("advantage", self._method.advantage.name).is_own  # what a user's function says is not computed here
+        is_split = gradient_needs_advantage(self._method) and config.trainer.layout.pipeline == 1
+        self._tells_gradients = forward_part < 1 and is_split and not is_own and self._method.batch.name == "none"
 
     def __call__(self, siblings: Siblings) -> list[Float32] | Filtered:
         """`rules.batch.GroupAdvantages`."""
-        columns = [zeros(member.trajectory.num_tokens) for member in sampled_of(siblings)]
-        if self.method.group_filter.name == "none":
+        members = sampled_of(siblings)
+        rewards = np.array([member.score.reward or 0.0 for member in members], np.float64)
+        lengths = np.array([member.trajectory.num_trained_tokens for member in members], np.int64)
+        group = ScoredGroup(rewards=rewards, lengths=lengths, correct=rewards >= self._correct_reward)
+        has_gradient = self._has_gradient(group).tolist()
+        columns = [column(float(one), member.trajectory.num_tokens) for member, one in zip(members, has_gradient, strict=True)]
+        if keeps_group(group, method=self._method):
             return columns
-        rewards = np.array([member.score.reward or 0.0 for member in sampled_of(siblings)], np.float64)
-        lengths = np.array([member.trajectory.num_trained_tokens for member in sampled_of(siblings)], np.int64)
-        group = ScoredGroup(rewards=rewards, lengths=lengths, correct=rewards >= self.correct_reward)
-        if keeps_group(group, method=self.method):
-            return columns
-        return Filtered(reason=self.method.group_filter.name, advantages=columns)
+        return Filtered(reason=self._method.group_filter.name, advantages=columns)
+
+    def _has_gradient(self, group: ScoredGroup) -> Mask:
+        if self._tells_gradients:
+            try:
+                return np.array([np.any(one) for one in group_advantages(group, method=self._method)], np.bool_)
+            except ValueError:  # the rule reads what a simulated group does not have
+                self._tells_gradients = False
+        return np.ones(len(group.rewards), np.bool_)
 
 
 def step_rules_of(rules: StepRules) -> StepRules:
-    """Return a method's rules with zeros in place of the advantages of a whole step."""
+    """Return a method's rules with ones in place of the advantages of a whole step."""
     return rules if rules.step_advantages is None else dataclasses.replace(rules, step_advantages=_no_advantages)
 
 
 def _no_advantages(groups: Sequence[Siblings]) -> list[list[Float32]]:
-    return [[zeros(member.trajectory.num_tokens) for member in sampled_of(siblings)] for siblings in groups]
+    return [[column(1.0, member.trajectory.num_tokens) for member in sampled_of(siblings)] for siblings in groups]
 
 
 class Batching:

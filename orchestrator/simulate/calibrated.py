@@ -2,7 +2,8 @@
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
                    = (a passes + b tokens + c prompt tokens) (1 + s x part of the time in which the trainer worked)
-    trainer    forward_backward_s of a step = (r rows + t computed tokens) (1 + u x part of the trainer's time in which an engine worked)
+    trainer    forward_backward_s of a step = (r rows + t computed tokens + v those without a gradient)
+                   (1 + u x part of the trainer's time in which an engine worked)
     policies   stage_s and pause_s of each swap, publish_s and publish_async_s of each step
     scores     seconds of each reward call (spans), else busy seconds over calls
     rollouts   tokens of each, likeness of siblings, rewards and turns, by the ledger
@@ -37,6 +38,10 @@ _ONE_BURST_S = 0.01
 """Groups begun within so many seconds waited for nothing but each other."""
 _SPAN_GAP_S = 0.005
 """Two spans of passes may lie so many seconds apart though the engine was never idle."""
+_FEWEST_WITHOUT = 0.005
+"""Part of the tokens that must be without a gradient to tell what they take."""
+_FEWEST_REWARDS = 20
+"""Completions that must have ended at their limit, and by themselves, to tell their rewards apart."""
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 
 
@@ -73,7 +78,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
     engine, beside_trainer, beside_engine = _engine(runs)
     trainer, slowed = _trainer(runs)
     slowdowns = {"engine/trainer": beside_trainer, "engine/engine": beside_engine, "trainer/engine": slowed}
-    mean, spread = _rewards(first.rollouts)
+    mean, truncated_mean, spread = _rewards(first.rollouts)
     origin, speeds = f"run {first.folder.name}", " and ".join(f"run {run.folder.name}" for run in runs)
     return World(
         engine=engine,
@@ -82,9 +87,10 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
         scoring=dataclasses.replace(_scoring(first.journal, first.rollouts), reply_tokens=round(reply_tokens)),
         admit_s=_admit_s(first.rollouts),
         prompt_tokens=fixed(prompt_tokens),
-        lengths=recorded(list(first.rollouts.lengths.values())),
+        lengths=recorded([num + (name in first.rollouts.truncated) for name, num in first.rollouts.lengths.items()]),  # it would go on
         likeness=_likeness(first.rollouts.lengths),
         reward_mean=mean,
+        truncated_reward_mean=truncated_mean,
         reward_spread=spread,
         slowdowns={key: value for key, value in slowdowns.items() if value > 0},
         origins={**dict.fromkeys(("engine", "trainer"), speeds), **dict.fromkeys(("sync", "scoring", "lengths", "rewards"), origin)},
@@ -186,21 +192,24 @@ def _trainer(runs: Sequence[_Run]) -> tuple[TrainerWorld, float]:
     table = np.array([row for run in runs for row in _steps(run)])
     if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    coefficients, (slowed,) = _fit(table[:, 0], table[:, 1:3], table[:, 3:4])
+    coefficients, (slowed,) = _fit(table[:, 0], table[:, 1:4], table[:, 4:5])
+    has_both = table[:, 3].sum() > _FEWEST_WITHOUT * table[:, 2:4].sum()
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
         row_s=float(coefficients[0]),
         token_s=float(coefficients[1]),
-        step_s=max(0.0, float(table[:, 4].mean())) / (1 + slowed * float(table[:, 3].mean())),
+        forward_part=min(1.0, float(coefficients[2] / max(coefficients[1], 1e-12))) if has_both else 1.0,
+        step_s=max(0.0, float(table[:, 5].mean())) / (1 + slowed * float(table[:, 4].mean())),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, slowed
 
 
-def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float]]:
+def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float, float]]:
     """Yield what each step but the first took.
 
-    Each is (forward and backward seconds, rows, computed tokens, engines that worked beside the trainer, seconds of the rest).
+    Each is (forward and backward seconds, rows, computed tokens with a gradient, those without, engines that worked beside the trainer,
+    seconds of the rest).
     """
     _, reply_tokens = run.given_tokens()
     for before, after in itertools.pairwise(run.journal.steps):
@@ -210,8 +219,9 @@ def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float]]:
         work = _within(run.journal.work, before["t"], after["t"])
         beside = sum(_overlap(passes, work) for passes in run.journal.passes.values()) if work else 0.0
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
-        num_rows = run.rollouts.rows.get(after["step"], 1)
-        yield seconds, num_rows, _num_computed(after, run.rollouts, reply_tokens), beside, after["t"] - before["t"] - apart
+        num_rows, num_computed = run.rollouts.rows.get(after["step"], 1), _num_computed(after, run.rollouts, reply_tokens)
+        num_without = num_computed * after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
+        yield seconds, num_rows, num_computed - num_without, num_without, beside, after["t"] - before["t"] - apart
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
@@ -280,17 +290,23 @@ def _scoring(journal: RunJournal, rollouts: RunRollouts) -> ScoringWorld:
     )
 
 
-def _rewards(rollouts: RunRollouts) -> tuple[float, float]:
-    """Return the mean reward, between 0 and 1, and the spread of a Beta distribution with the variance that groups' means have."""
-    by_group = _by_group(rollouts.rewards)
-    values = np.clip(list(rollouts.rewards.values()) or [0.5], 0.0, 1.0)
-    mean, sizes = float(values.mean()), [len(group) for group in by_group if len(group) > 1]
+def _rewards(rollouts: RunRollouts) -> tuple[float, float | None, float]:
+    """Return the mean reward, between 0 and 1, of completions that end by themselves, and of those that end at their limit where both are
+    known; and the spread of a Beta distribution with the variance that groups' means of the former have.
+    """
+    rewards = {name: min(1.0, max(0.0, reward)) for name, reward in rollouts.rewards.items()} or {"": 0.5}
+    truncated = [reward for name, reward in rewards.items() if name in rollouts.truncated]
+    truncated_mean = None
+    if _FEWEST_REWARDS <= len(truncated) <= len(rewards) - _FEWEST_REWARDS:
+        truncated_mean = statistics.fmean(truncated)
+        rewards = {name: reward for name, reward in rewards.items() if name not in rollouts.truncated}
+    mean, groups = statistics.fmean(rewards.values()), [group for group in _by_group(rewards) if len(group) > 1]
     whole = mean * (1 - mean)
-    if whole < 1e-6 or len(sizes) < 2:
-        return mean, 0.0
-    between = float(np.var([np.clip(group, 0.0, 1.0).mean() for group in by_group if len(group) > 1]))
-    part = 1 / statistics.fmean(sizes)
-    return mean, float(np.clip((between / whole - part) / (1 - part), 0.0, 0.99))
+    if whole < 1e-6 or len(groups) < 2:
+        return mean, truncated_mean, 0.0
+    part = statistics.fmean(1 / len(group) for group in groups)
+    between = float(np.var([group.mean() for group in groups]))
+    return mean, truncated_mean, float(np.clip((between / whole - part) / (1 - part), 0.0, 0.99))
 
 
 def _likeness(lengths: dict[str, int]) -> float:

@@ -83,7 +83,9 @@ class GroupDraws:
     chances: Numbers
     """Uniform numbers, which decide about rewards."""
     success: float
-    """Chance that a sibling is right."""
+    """Chance that a sibling is right that ends by itself."""
+    truncated_success: float
+    """Chance of one that ends at its limit."""
     turns: Numbers
     score_s: Numbers
     """Seconds of each one's reward call."""
@@ -111,6 +113,7 @@ class Workload:
         score_s: Distribution,
         reply_s: Distribution,
         reward_mean: float,
+        truncated_reward_mean: float | None = None,
         reward_spread: float,
     ) -> None:
         """`likeness`, 0 to 1, is the correlation of siblings' lengths; `reward_spread`, 0 to 1, how far prompts differ in difficulty;
@@ -122,6 +125,7 @@ class Workload:
         self._turns, self._score_s, self._reply_s = turns, score_s, reply_s
         self._length_factors, self._prompt_factors, self._num_groups = tuple(length_factors), tuple(prompt_factors), num_groups
         self._reward_mean, self._reward_spread = reward_mean, reward_spread
+        self._truncated_mean = reward_mean if truncated_reward_mean is None else truncated_reward_mean
         self._block = functools.lru_cache(4)(self._draw)
 
     def group(self, group_id: int) -> GroupDraws:
@@ -131,7 +135,8 @@ class Workload:
             prompt_tokens=int(block["prompts"][row]),
             lengths=block["lengths"][row],
             chances=block["chances"][row],
-            success=float(block["successes"][row]),
+            success=(success := float(block["successes"][row])),
+            truncated_success=self._truncated(success),
             turns=block["turns"][row],
             score_s=block["score_s"][row],
             reply_s=block["reply_s"][row],
@@ -168,6 +173,11 @@ class Workload:
             return np.full(BLOCK, mean)
         weight = 1 / min(spread, 0.999) - 1  # of a Beta distribution: its variance is spread * mean * (1 - mean)
         return chance.beta(mean * weight, (1 - mean) * weight, BLOCK)
+
+    def _truncated(self, success: float) -> float:
+        """Return a prompt's chance where completions end at their limit: the same part of what there is below the mean, or above it."""
+        mean, other = self._reward_mean, self._truncated_mean
+        return success * other / mean if other < mean else 1 - (1 - success) * (1 - other) / (1 - mean) if other > mean else success
 
 
 def _uniform_of(normal: Numbers) -> Numbers:

@@ -137,7 +137,9 @@ SETTABLE = {
     "reply_tokens": "tokens of it",
     "turns": "turns of an episode",
     "reward_mean": "mean reward: 1 right, 0 wrong",
+    "truncated_reward_mean": "the same of completions that end at their limit",
     "reward_spread": "how far prompts differ in difficulty, 0 to 1",
+    "forward_part": "what a token without a gradient takes of the trainer's time for one with; 1: all have a backward pass",
     "length_growth": "how many times as long completions are at the run's end",
     "likeness": "correlation of siblings' lengths, 0 to 1",
     "failed_fraction": "part of the reward calls that fail",
@@ -152,6 +154,8 @@ def changed(world: World, given: Mapping[str, float]) -> World:
     for name, value in given.items():
         if name == "tokens_per_pass":
             world = dataclasses.replace(world, engine=dataclasses.replace(world.engine, tokens_per_pass=value))
+        elif name == "forward_part":
+            world = dataclasses.replace(world, trainer=dataclasses.replace(world.trainer, forward_part=value))
         elif name in scoring:
             kept = fixed(value) if name in ("score_s", "reply_s", "turns") else int(value) if name == "reply_tokens" else value
             world = dataclasses.replace(world, scoring=dataclasses.replace(world.scoring, **{name: kept}))

@@ -45,6 +45,8 @@ class RunRollouts:
 
     lengths: dict[str, int]
     """Tokens of each that ended by itself or at its limit, by name."""
+    truncated: frozenset[str] = frozenset()
+    """Those of them that ended at their limit."""
     rewards: dict[str, float]
     issued: dict[int, list[tuple[float, int]]]
     """(Unix seconds, group) of what each engine was asked for."""
@@ -110,6 +112,7 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
             " ('issued', 'generated', 'scored', 'assigned', 'closed', 'early_stop', 'observed') ORDER BY seq"
         ).fetchall()
     lengths: dict[str, int] = {}
+    truncated: set[str] = set()
     rewards: dict[str, float] = {}
     issued: dict[int, list[tuple[float, int]]] = {}
     rows: dict[int, int] = {}
@@ -128,6 +131,7 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
                 ended[name] = t
                 if reason in ("stop", "length") and num_tokens:
                     lengths[name] = num_tokens
+                    (truncated.add if reason == "length" else truncated.discard)(name)
             case "scored":
                 counts["scored"] += 1
                 counts["failed"] += reward is None and not reason.startswith("stopped")
@@ -144,6 +148,7 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
                 counts["early_stop"] += 1
     return RunRollouts(
         lengths=lengths,
+        truncated=frozenset(truncated),
         rewards=rewards,
         issued=issued,
         rows=rows,

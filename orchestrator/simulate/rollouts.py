@@ -19,7 +19,7 @@ from pipelinerl.messages import EarlyStopDecision, Finish, Float32, Outcome, Pro
 NO_TOKENS = np.zeros(0, np.int32)
 _ALL = np.ones(64, bool)
 _PROMPT = Prompt(prompt_id="0:0", text="", token_ids=NO_TOKENS)
-_zeros: list[Float32] = [np.zeros(1 << 12, np.float32)]
+_columns: dict[float, Float32] = {}
 
 
 class SimulatedTrajectory(Trajectory, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ class Rollout:
             prompt=_PROMPT,
             token_ids=versions,
             loss_mask=_ALL[: len(runs)] if len(runs) <= len(_ALL) else np.ones(len(runs), bool),
-            logprobs=zeros(len(runs)),
+            logprobs=column(0.0, len(runs)),
             versions=versions,
             finish=self.finish,
             engine_id=self.engine_id,
@@ -132,13 +132,15 @@ class Rollout:
             outcome, error = Outcome.TIMEOUT, "simulated: beyond scorer.deadline_s"
         elif draws.luck[self.sibling, 0] < failed_fraction:
             outcome, error = Outcome.ERROR, "simulated failure of a reward"
-        reward = float(draws.chances[self.sibling] < draws.success) if outcome is Outcome.OK else None
+        success = draws.truncated_success if trajectory.finish is Finish.LENGTH else draws.success
+        reward = float(draws.chances[self.sibling] < success) if outcome is Outcome.OK else None
         score = Score(rollout_id=self.name, attempt=self.attempt, outcome=outcome, reward=reward, error=error)
         return ScoredTrajectory(trajectory=trajectory, score=score, early_stop=self.decision)
 
 
-def zeros(num: int) -> Float32:
-    """Return a column of zeros, all of which share memory: nothing may be written into it."""
-    if num > len(_zeros[0]):
-        _zeros[0] = np.zeros(2 * num, np.float32)
-    return _zeros[0][:num]
+def column(value: float, num: int) -> Float32:
+    """Return a column of one value. All columns of a value share memory: nothing may be written into it."""
+    held = _columns.get(value)
+    if held is None or num > len(held):
+        held = _columns[value] = np.full(max(1 << 12, 2 * num), value, np.float32)
+    return held[:num]

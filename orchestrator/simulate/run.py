@@ -132,7 +132,7 @@ class _Run:
                 groups_per_step=config.batch.groups_per_step,
                 max_staleness=schedule.max_staleness,
                 min_group_size=config.batch.min_group_size,
-                group_advantages=MethodFilter(method=method, correct_reward=config.algorithm.correct_reward),
+                group_advantages=MethodFilter(config, forward_part=world.trainer.forward_part),
                 rules=step_rules_of(rules),
             ),
             packing=Packing[Sample](max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),

@@ -1,7 +1,8 @@
 """The trainer: rows come in, policies go out. It pulls in lock-step waves of one row for each replica, as `stages.training` answers.
 
 The seconds of a row are `row_s + token_s * tokens + square_s * sum of squared sample lengths`, where a prompt that siblings of the row
-share counts once, as does its square. A wave lasts as long as its costliest row. A policy is published beside the next step's rows, and
+share counts once, as does its square. Tokens of samples without a gradient take `forward_part` of that, where a row has enough of them for
+the live trainer to split it. A wave lasts as long as its costliest row. A policy is published beside the next step's rows, and
 is waited for before the weights change again (`trainer.loop`).
 """
 
@@ -15,6 +16,7 @@ from orchestrator.simulate.cores import Cores, Job
 from orchestrator.simulate.events import Event
 from orchestrator.simulate.rollouts import SimulatedTrajectory
 from orchestrator.simulate.world import SyncWorld, TrainerWorld
+from pipelinerl.algorithms.signal import MIN_FRACTION
 from pipelinerl.messages import Sample
 
 
@@ -26,6 +28,8 @@ class OpenStep:
     """Seconds of each."""
     num_bytes: int = 0
     num_tokens: int = 0
+    num_without_gradient: int = 0
+    """Tokens of these that have no backward pass."""
     is_closed: bool = False
 
 
@@ -106,15 +110,23 @@ class Trainer:
 
     def add(self, step: int, samples: list[Sample]) -> None:
         """Take a row of a step."""
-        shared = _shared_prompts(samples)
-        squares = sum(sample.num_tokens**2 for sample in samples) - sum(num**2 for num in shared) if self._world.square_s else 0
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        opened = self.steps[step]
-        num_computed = num_tokens - sum(shared)
-        opened.rows.append(self._world.row_s + self._world.token_s * num_computed + self._world.square_s * squares)
+        world, opened, num_tokens = self._world, self.steps[step], sum(sample.num_tokens for sample in samples)
+        without = [sample for sample in samples if not sample.advantages[0]]
+        num_without = sum(sample.num_tokens for sample in without)
+        if num_without < MIN_FRACTION * num_tokens:
+            num_without, without = 0, []
+        saved_s = (1 - world.forward_part) * self._tokens_s(without) if without else 0.0
+        opened.rows.append(world.row_s + self._tokens_s(samples) - saved_s)
         opened.num_bytes += sum(sample.trajectory.num_bytes for sample in samples)
         opened.num_tokens += num_tokens
+        opened.num_without_gradient += num_without
         self.go_on()
+
+    def _tokens_s(self, samples: list[Sample]) -> float:
+        """Return the seconds of the tokens of some samples of a row."""
+        world, shared = self._world, _shared_prompts(samples)
+        squares = sum(sample.num_tokens**2 for sample in samples) - sum(num**2 for num in shared) if world.square_s else 0
+        return world.token_s * (sum(sample.num_tokens for sample in samples) - sum(shared)) + world.square_s * squares
 
     def close(self, step: int) -> None:
         """Note that a step has all its rows."""
@@ -196,6 +208,7 @@ class Trainer:
         is_new, self._newest = self.step > self._newest, max(self.step, self._newest)
         working_s = sum(seconds for name, seconds in self._seconds.items() if name not in ("wait_s", "publish_async_s"))
         metrics = {**self._seconds, "num_tokens": float(step.num_tokens), "tokens_per_s": step.num_tokens / max(1e-9, working_s)}
+        metrics["num_tokens_without_gradient"] = float(step.num_without_gradient)
         self._seconds.clear()
         if is_new:
             self.on_done(number, metrics)

@@ -22,5 +22,6 @@ def workload_of(config: Config, world: World, *, seed: int, num_siblings: int) -
         score_s=world.scoring.score_s,
         reply_s=world.scoring.reply_s,
         reward_mean=world.reward_mean,
+        truncated_reward_mean=world.truncated_reward_mean,
         reward_spread=world.reward_spread,
     )

@@ -78,6 +78,8 @@ class TrainerWorld:
     """Seconds of a row for each of its tokens."""
     square_s: float = 0.0
     """Seconds of a row for each square of a sample's tokens: attention."""
+    forward_part: float = 1.0
+    """What a token without a gradient takes, of these: no backward pass. 1: all have one."""
     step_s: float = 0.0
     """Seconds of a step beside its rows: reductions and the optimizer."""
     checkpoint_s: float = 0.0
@@ -136,6 +138,9 @@ class World:
     likeness: float = 0.0
     """Correlation of the lengths of siblings."""
     reward_mean: float = 0.5
+    """Of completions that end by themselves."""
+    truncated_reward_mean: float | None = None
+    """Of those that end at their limit; None: the same."""
     reward_spread: float = 0.3
     """How far prompts differ in difficulty: 0 not at all, 1: each is always right or always wrong."""
     num_prompts: int = 1 << 40

@@ -10,6 +10,10 @@ from __future__ import annotations
 from pipelinerl.algorithms.method import Method
 from pipelinerl.algorithms.rules import COLUMNS, makes_advantages_in_trainer
 
+MIN_FRACTION = 1 / 8
+"""Part of a row's tokens that must be without a gradient for the row to be split: a second forward pass has costs of its own, and a
+backward pass takes twice as long as a forward one. Smaller would split rows for next to nothing, larger computes more that is zero."""
+
 SCALES_WITH_ADVANTAGE = frozenset(name for name, spec in COLUMNS["objective"].items() if spec.reads_advantages and not spec.has_own_term)
 """Objectives that are a product with the token's advantage, so that a sequence without any has no gradient. A user's own is never
 among them: nobody knows what it does."""

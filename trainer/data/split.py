@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipelinerl.algorithms.signal import MIN_FRACTION
 from pipelinerl.data.expert_routes import routes_of, table_of
 from pipelinerl.messages import Int32, Mask, MicroBatch, Nodes
-
-MIN_FRACTION = 1 / 8
-"""Part of a row's tokens that must be without a gradient for the row to be split: a second forward pass has costs of its own, and a
-backward pass takes twice as long as a forward one. Smaller would split rows for next to nothing, larger computes more that is zero."""
 
 
 def split_by_gradient(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import _admit_s, _num_computed, _Run, _steps, world_of_runs
+from orchestrator.simulate.calibrated import _admit_s, _num_computed, _rewards, _Run, _steps, world_of_runs
 from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_ledger
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.world import World
@@ -20,6 +20,7 @@ from pipelinerl.observe.journal import Journal
 from tests.orchestrator.simulate.worlds import config
 
 PASS_S, SEQUENCE_S, PREFILL_S, ROW_S, TOKEN_S, SLOWER = 0.010, 0.0004, 1e-4, 0.03, 2e-5, 0.5
+FORWARD_PART, LONGEST = 0.4, 32
 NUM_STEPS, PROMPT = 12, 6
 
 
@@ -74,7 +75,7 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
             loss_mask=np.arange(num) >= PROMPT,
             logprobs=np.zeros(num, np.float32),
             versions=np.where(np.arange(num) >= PROMPT, step, -1).astype(np.int32),
-            finish=Finish.STOP,
+            finish=Finish.LENGTH if length == LONGEST else Finish.STOP,
         )
         for turn, reason in enumerate(("ok", "ok", "over") if sibling else ()):
             ledger.record_observation(name, attempt=0, turn=turn, engine_id=0, reason=reason, now_s=now_s)
@@ -84,8 +85,10 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
     num_tokens, num_rows = 40 * (5 + step), 1 + step % 3
     ledger.close_step(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=2, now_s=now_s)
     num_computed = num_tokens - 2 * PROMPT + PROMPT * min(2, num_rows)
-    seconds = ROW_S * num_rows + TOKEN_S * num_computed
-    trained = {"forward_backward_s": seconds, "optimizer_s": 0.02, "publish_async_s": 0.02, "publish_s": 0.01, "wait_s": 1.92 - seconds}
+    part = (step % 4) / 8
+    seconds = ROW_S * num_rows + TOKEN_S * num_computed * (1 - part + FORWARD_PART * part)
+    trained = {"num_tokens_without_gradient": part * num_tokens}
+    trained |= {"forward_backward_s": seconds, "optimizer_s": 0.02, "publish_async_s": 0.02, "publish_s": 0.01, "wait_s": 1.92 - seconds}
     stage_s = 0.24 if step % 3 else 0.001  # begun in a pass that ends 0.2 s ago, or when nothing was left to write
     run.write("swap", engine_id=0, version=step + 1, stage_s=stage_s, pause_s=0.003, num_running=step % 2, num_recomputed_tokens=recomputed)
     run.write("step", step=step, num_tokens=num_tokens, num_trained_tokens=num_tokens - 2 * PROMPT, num_samples=2, trainer=trained)
@@ -145,7 +148,7 @@ def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[f
     journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
-    ((seconds, rows, _, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
+    ((seconds, rows, _, _, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
     assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
 
 
@@ -158,6 +161,7 @@ def test_seconds_of_rows_and_tokens_are_told_apart(learned: World):
     beside = 1 + learned.slowdowns.get("trainer/engine", 0.0) * 0.8
     assert learned.trainer.row_s * beside == pytest.approx(ROW_S, rel=0.1)
     assert learned.trainer.token_s * beside == pytest.approx(TOKEN_S, rel=0.1)
+    assert learned.trainer.forward_part == pytest.approx(FORWARD_PART, rel=0.02), "0 to 3 eighths of a step's tokens have no gradient"
     assert learned.trainer.step_s * beside == pytest.approx(0.07, rel=0.1), "of two seconds, what is neither rows, waiting nor publishing"
 
 
@@ -171,6 +175,8 @@ def test_policies_scores_and_rewards_come_back(learned: World):
     assert learned.reward_mean == pytest.approx(4 / 14)
     assert learned.reward_spread > 0.9, "siblings always agree"
     assert learned.prompt_tokens.average == pytest.approx(PROMPT)
+    assert max(learned.lengths.recorded) == LONGEST + 1, "one that ended at its limit would have gone on"
+    assert learned.truncated_reward_mean is None, "too few to tell their rewards apart"
     assert learned.likeness > 0.3, "every other group is four times as long"
     assert learned.origins["engine"] == "run run"
 
@@ -207,6 +213,26 @@ def test_an_environments_replies_are_told_from_prompts():
     assert run.given_tokens() == pytest.approx((7.0, 3.0))
     step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7 + 10 * 3}
     assert _num_computed(step, rollouts, 3.0) == pytest.approx(1000 + 3 * 7 + 10 * 3)
+
+
+def rollouts_of(rewards: dict[str, float], truncated: set[str]) -> RunRollouts:
+    empty: dict[str, Any] = {"issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "num_failed": 0, "num_hopeless": 0}
+    lengths = dict.fromkeys(rewards, 5)
+    return RunRollouts(**empty, lengths=lengths, truncated=frozenset(truncated), rewards=rewards, group_size=8, num_scored=len(rewards))
+
+
+def test_rewards_of_what_ends_at_its_limit_are_told_apart():
+    """Each of 20 groups: four of eight end by themselves, and one of these is right, in groups 0 to 4 all; three of those cut are right."""
+    rewards = {f"{group}/{sibling}": float(sibling == 0 or group < 5) for group in range(20) for sibling in range(4)}
+    cut = {f"{group}/{sibling}": float(sibling < 7) for group in range(20) for sibling in range(4, 8)}
+    mean, truncated_mean, spread = _rewards(rollouts_of(rewards | cut, set(cut)))
+    assert (mean, truncated_mean) == (pytest.approx((5 * 4 + 15) / 80), 0.75)
+    between = 0.25 * 0.75 * (1 - 0.25) ** 2  # of the means: 1 in a quarter of the groups, 0.25 in the others
+    whole = mean * (1 - mean)
+    assert spread == pytest.approx((between / whole - 0.25) / 0.75)
+    few = dict(list(cut.items())[:19])
+    pooled, nothing, _ = _rewards(rollouts_of(rewards | few, set(few)))
+    assert (pooled, nothing) == (pytest.approx((35 + sum(few.values())) / 99), None), "of 19 that were cut nothing is said"
 
 
 def test_what_was_learned_simulates(learned: World):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import numpy as np
@@ -150,6 +151,16 @@ def test_prompts_differ_in_difficulty_by_the_spread():
     chances = [load.group(number).success for number in range(20_000)]
     assert statistics.fmean(chances) == pytest.approx(0.3, abs=0.01)
     assert statistics.pvariance(chances) == pytest.approx(0.5 * 0.3 * 0.7, rel=0.05)
+
+
+@pytest.mark.parametrize("other", [0.0, 0.15, 0.3, 0.65, 1.0])
+def test_what_ends_at_its_limit_has_chances_of_its_own_mean(other: float):
+    """Easier prompts stay easier, and the mean is the one that was given."""
+    drawn = [workload(truncated_reward_mean=other).group(number) for number in range(4000)]
+    assert np.mean([draws.success for draws in drawn]) == pytest.approx(0.3, abs=0.02)
+    assert np.mean([draws.truncated_success for draws in drawn]) == pytest.approx(other, abs=0.02)
+    ranked = sorted(drawn, key=lambda draws: draws.success)
+    assert all(a.truncated_success <= b.truncated_success for a, b in itertools.pairwise(ranked))
 
 
 def test_a_simulated_trajectory_is_as_old_as_its_columns_would_be():

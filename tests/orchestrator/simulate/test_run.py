@@ -324,6 +324,24 @@ def test_a_prompt_that_siblings_share_is_computed_once_on_paper():
     assert simulate(config(), world).totals.step_ends_s[0] == pytest.approx(14.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected_s"),
+    [({}, 9.5), ({"algorithm": {"name": "reinforce_pp_baseline"}}, 14.0), ({"trainer": {"parallel": {"pipeline": 2}, "ranks": 2}}, 14.0)],
+    ids=["grpo", "centred over a step", "pipeline"],
+)
+def test_siblings_that_are_all_right_take_a_forward_pass_alone_on_paper(settings: dict[str, Any], expected_s: float):
+    """Half a second each for the 9 tokens of their row, where the method and the live trainer leave the backward pass out."""
+    world = dataclasses.replace(ON_PAPER, reward_mean=1.0, trainer=TrainerWorld(token_s=1.0, step_s=1.0, forward_part=0.5))
+    assert simulate(config(**settings), world).totals.step_ends_s[0] == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(4, 1.0), (3, 0.0)])
+def test_what_ends_at_its_limit_is_right_as_often_as_is_said(max_tokens: int, expected: float, tmp_path: Path):
+    world = dataclasses.replace(ON_PAPER, reward_mean=1.0, truncated_reward_mean=0.0)
+    simulate(config(rollout={"group_size": 2, "max_tokens": max_tokens}), world, folder=tmp_path / "run")
+    assert {line["reward_mean"] for line in lines(tmp_path / "run") if line["kind"] == "step"} == {expected}
+
+
 def test_a_round_begins_when_the_last_engine_holds_the_newest_policy(tmp_path: Path):
     """Four passes, a row and the end of a step after that swap, and not after the first one."""
     sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=3.0))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.events import Events
-from orchestrator.simulate.rollouts import Rollout
+from orchestrator.simulate.rollouts import Rollout, column
 from orchestrator.simulate.trainer import Trainer
 from orchestrator.simulate.world import SyncWorld, TrainerWorld
 from pipelinerl.messages import Sample
 from tests.orchestrator.simulate.test_parts import workload
 
 
-def sample(group_id: int, sibling: int, *, num_sampled: int, num_observed: int = 0) -> Sample:
+def sample(group_id: int, sibling: int, *, num_sampled: int, num_observed: int = 0, has_gradient: bool = True) -> Sample:
     """A prompt of 9 tokens, so many that were sampled, and so many that an environment said."""
     name = f"{group_id}/{sibling}"
     draws = workload().group(group_id)
@@ -22,7 +21,7 @@ def sample(group_id: int, sibling: int, *, num_sampled: int, num_observed: int =
         group_id=group_id, sibling=sibling, name=name, prompt_id="0:0", draws=draws, is_greedy=False, admitted_s=0.0, version=0
     )
     rollout.runs, rollout.num_sampled, rollout.num_observed = [(0, num_sampled)], num_sampled, num_observed
-    return Sample(trajectory=rollout.trajectory(), reward=0.0, advantages=np.zeros(9 + num_observed + num_sampled, np.float32))
+    return Sample(trajectory=rollout.trajectory(), reward=0.0, advantages=column(float(has_gradient), 9 + num_observed + num_sampled))
 
 
 @pytest.mark.parametrize(("world", "expected_s"), [(TrainerWorld(token_s=1.0), 42.0), (TrainerWorld(token_s=0.0, square_s=1.0), 848.0)])
@@ -41,12 +40,30 @@ def test_replies_of_an_environment_are_nobodys_but_their_episodes():
     assert seconds_of(row, TrainerWorld(token_s=1.0)) == pytest.approx(27.0)
 
 
+@pytest.mark.parametrize(("num_sampled", "expected_s", "without"), [(153, 176.0, 0.0), (152, 164.5, 23.0), (0, 3.5, 23.0)])
+def test_what_has_no_gradient_takes_a_forward_pass_where_there_is_enough_of_it(num_sampled: int, expected_s: float, without: float):
+    """Two siblings of 9 + 2 and 9 + 3 tokens have none: 23 of the row's tokens, 14 computed ones, a quarter of the seconds for each.
+
+    Beside a sample of 9 + 153 tokens that is less than an eighth of the row, 185 / 8, which is not split; beside one of 9 + 152 it is not.
+    """
+    row = [sample(0, 0, num_sampled=2, has_gradient=False), sample(0, 1, num_sampled=3, has_gradient=False)]
+    row += [sample(1, 0, num_sampled=num_sampled)] if num_sampled else []
+    metrics = metrics_of(row, TrainerWorld(token_s=1.0, forward_part=0.25))
+    assert metrics["forward_backward_s"] == pytest.approx(expected_s)
+    assert metrics["num_tokens_without_gradient"] == without
+
+
 def seconds_of(row: list[Sample], world: TrainerWorld) -> float:
     """Return the seconds that a step of one row takes."""
+    return metrics_of(row, world)["forward_backward_s"]
+
+
+def metrics_of(row: list[Sample], world: TrainerWorld) -> dict[str, float]:
+    """Return the metrics of a step of one row."""
     events = Events()
     trainer = Trainer(world, SyncWorld(), cores=Cores(events), num_replicas=1, num_steps=1, holds_batches=False, checkpoint_every=9)
-    done: list[float] = []
-    trainer.on_done = lambda step, metrics: done.append(metrics["forward_backward_s"])
+    done: list[dict[str, float]] = []
+    trainer.on_done = lambda step, metrics: done.append(metrics)
     trainer.add(0, row)
     trainer.close(0)
     events.run(until=lambda: bool(done), limit_s=1e6)
