@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import statistics
 
 import numpy as np
@@ -81,16 +80,27 @@ class PassProfile:
 
 
 def least_squares(parts: Numbers, seconds: Numbers) -> Numbers:
-    """Return the coefficients [columns] of `parts` [rows, columns] with the least squared error to `seconds` [rows], none below 0: the best
-    over all choices of columns that may be above.
+    """Return the coefficients [columns] of `parts` [rows, columns] with the least squared error to `seconds` [rows], none below 0.
+
+    Columns come in one by one, the one that lowers the error soonest first, and leave where they would fall below 0 (Lawson and Hanson,
+    Solving Least Squares Problems, 1974, chapter 23). Of columns that tell the same, one is used.
     """
-    num = parts.shape[1]
-    best, found = np.inf, np.zeros(num)
-    for size in range(1, num + 1):
-        for chosen in map(list, itertools.combinations(range(num), size)):
-            some, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=1e-9)
-            error = float(np.square(parts[:, chosen] @ some - seconds).sum())
-            if (some >= 0).all() and error < best * (1 - 1e-9):
-                best, found = error, np.zeros(num)
-                found[chosen] = some
-    return found
+    norms = np.linalg.norm(parts, axis=0)
+    columns, found, is_in = parts / np.where(norms > 0, norms, 1.0), np.zeros(parts.shape[1]), np.zeros(parts.shape[1], np.bool_)
+    least = 1e-9 * float(np.linalg.norm(seconds))
+    for _ in range(3 * len(found)):  # more are of a column that comes and goes by its last digits
+        slopes = np.where(is_in, 0.0, columns.T @ (seconds - columns @ found))
+        if slopes.max() <= least:
+            break
+        is_in[slopes.argmax()] = True
+        while True:
+            best = np.zeros(len(found))
+            best[is_in], *_ = np.linalg.lstsq(columns[:, is_in], seconds, rcond=1e-9)
+            falls = is_in & (best <= 0)
+            if not falls.any():
+                break
+            part = (found[falls] / (found[falls] - best[falls])).min()
+            found = found + part * (best - found)
+            is_in &= found > 1e-12 * found.max()
+        found = best
+    return found / np.where(norms > 0, norms, 1.0)

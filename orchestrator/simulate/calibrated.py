@@ -1,14 +1,15 @@
 """A world fitted to runs: how long everything took there, from their journals, and how long rollouts were, from the first one's ledger.
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
-                   = (a passes + b tokens + c prompt tokens) (1 + s x part of the time in which the trainer worked)
-    trainer    forward_backward_s of a step = (r rows + t computed tokens + v those without a gradient)
+                   = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + s x part of the time in which the trainer worked)
+    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
                    (1 + u x part of the trainer's time in which an engine worked)
     policies   stage_s and pause_s of each swap, publish_s and publish_async_s of each step
     scores     seconds of each reward call (spans), else busy seconds over calls
     rollouts   tokens of each, likeness of siblings, rewards and turns, by the ledger
 
-Coefficients are least squares, none below 0; s and u are searched from 0 to 3. The first step is left out: a fresh process compiles.
+Coefficients are least squares, none below 0; s and u are searched from 0 to 3, v from 0.2 to 1. f is linear between powers of two of
+sequences, as far as reports tell of them. The first step is left out: a fresh process compiles.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
 coefficients of engine and trainer are fitted to all runs together, and an idle engine's staging is drawn from all of them. What else is
@@ -30,7 +31,7 @@ import numpy as np
 from orchestrator.rules.pass_profile import Numbers, least_squares
 from orchestrator.simulate.draws import fixed, recorded
 from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_journal, read_ledger
-from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
+from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World, block_tokens_of
 from pipelinerl.config import Config
 from pipelinerl.errors import DataError
 
@@ -42,6 +43,9 @@ _FEWEST_WITHOUT = 0.005
 """Part of the tokens that must be without a gradient to tell what they take."""
 _FEWEST_REWARDS = 20
 """Completions that must have ended at their limit, and by themselves, to tell their rewards apart."""
+_FORWARD_PARTS = np.arange(0.2, 1.01, 0.05)
+_FEWEST_REPORTS = 5
+"""Reports that must tell of a pass with a number of sequences."""
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 
 
@@ -75,7 +79,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
     runs = [_read(folder, until_s) for folder in run_folders]
     first, *_ = runs
     prompt_tokens, reply_tokens = first.given_tokens()
-    engine, beside_trainer, beside_engine = _engine(runs)
+    engine, beside_trainer, beside_engine = _engine(runs, block_tokens=block_tokens_of(config))
     trainer, slowed = _trainer(runs)
     slowdowns = {"engine/trainer": beside_trainer, "engine/engine": beside_engine, "trainer/engine": slowed}
     mean, truncated_mean, spread = _rewards(first.rollouts)
@@ -87,7 +91,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
         scoring=dataclasses.replace(_scoring(first.journal, first.rollouts), reply_tokens=round(reply_tokens)),
         admit_s=_admit_s(first.rollouts),
         prompt_tokens=fixed(prompt_tokens),
-        lengths=recorded([num + (name in first.rollouts.truncated) for name, num in first.rollouts.lengths.items()]),  # it would go on
+        lengths=recorded([first.rollouts.unlimited(name, reply_tokens) for name in first.rollouts.lengths]),
         likeness=_likeness(first.rollouts.lengths),
         reward_mean=mean,
         truncated_reward_mean=truncated_mean,
@@ -110,13 +114,16 @@ def _read(folder: Path, until_s: float) -> _Run:
 # --- engines ---
 
 
-def _engine(runs: Sequence[_Run]) -> tuple[EngineWorld, float, float]:
+def _engine(runs: Sequence[_Run], *, block_tokens: int) -> tuple[EngineWorld, float, float]:
     """Return an engine, and how much longer a pass lasts beside the trainer and beside one other engine."""
-    table = np.array([row for run in runs for row in _reports(run)])
+    table = np.array([row for run in runs for row in _reports(run, block_tokens=block_tokens)])
     if len(table) < 3:
         raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
-    coefficients, (beside_trainer, beside_engine) = _fit(table[:, 0], table[:, 1:4], table[:, 4:6])
-    a, b, c = (float(one) for one in coefficients)
+    num_passes, num_sequences = table[:, 1], table[:, 2] / table[:, 1]
+    points = _points(num_sequences)
+    parts = np.column_stack([_near(num_sequences, points) * num_passes[:, None], table[:, 3:5]])
+    _, coefficients, (beside_trainer, beside_engine) = _fit(table[:, 0], parts, table[:, 5:7])
+    *pass_s, prompt_s, context_s = coefficients.tolist()
     kv = [
         load["num_running"] * (run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
         for run in runs
@@ -125,20 +132,42 @@ def _engine(runs: Sequence[_Run]) -> tuple[EngineWorld, float, float]:
         if (load.get("kv_used") or 0) > 0.05 and load["num_running"]
     ]
     world = EngineWorld(
-        pass_s=((0.0, a), (1.0, a + b)),
-        prefill_token_s=c,
+        pass_s=tuple(zip(points, pass_s, strict=True)),
+        prefill_token_s=prompt_s,
+        kv_token_s=context_s,
+        block_tokens=block_tokens,
         kv_tokens=statistics.median(kv) if kv else float("inf"),
     )
     return world, beside_trainer, beside_engine
 
 
-def _reports(run: _Run) -> Iterator[tuple[float, float, float, float, float, float]]:
+def _points(num_sequences: Numbers) -> list[float]:
+    """Return the numbers of sequences between which a pass's seconds are linear: 0 and those powers of two of which enough reports tell."""
+    points = [0.0, *(2.0**power for power in range(math.ceil(math.log2(max(2.0, num_sequences.max()))) + 1))]
+    while len(points) > 2:
+        told = _near(num_sequences, points).sum(0)[1:-1]
+        if told.min() >= _FEWEST_REPORTS:
+            break
+        del points[1 + int(told.argmin())]
+    return points
+
+
+def _near(num_sequences: Numbers, points: list[float]) -> Numbers:
+    """Return the weight of each point in the value at each number, where it is linear between two points: [numbers, points]."""
+    return np.column_stack([np.interp(num_sequences, points, one) for one in np.eye(len(points))])
+
+
+def _reports(run: _Run, *, block_tokens: int) -> Iterator[tuple[float, float, float, float, float, float, float]]:
     """Yield what lies between two reports of an engine.
 
-    Each is (seconds with sequences, passes, sampled tokens, prompt tokens, part of them beside the trainer, other engines beside them).
+    Each is (seconds with sequences, passes, sampled tokens, prompt tokens, tokens of context that passes read, part of the seconds beside
+    the trainer, other engines beside them).
     """
     journal = run.journal
-    prompt_tokens, _ = run.given_tokens()
+    prompt_tokens, reply_tokens = run.given_tokens()
+    part = block_tokens / 2  # of a block, which no cache is found for
+    written = prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2
+    resumed_tokens = reply_tokens + (written if written < block_tokens else part)
     first_s = journal.steps[0]["t"]
     for engine_id, loads in journal.loads.items():
         asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
@@ -151,12 +180,14 @@ def _reports(run: _Run) -> Iterator[tuple[float, float, float, float, float, flo
             busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(swap["pause_s"] for swap in swaps if start < swap["t"] <= end)
             low, high = np.searchsorted(asked, (start, end))
             num_prompts = len(set(groups[low:high]))
-            prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, 8.0)  # half a block of siblings
+            prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, part)
+            prompts += resumed_tokens * sum(start < t <= end for t in run.rollouts.resumed.get(engine_id, ()))
             prompts += sum(swap["num_recomputed_tokens"] for swap in swaps if start < swap["t"] <= end)
             own = _within(journal.passes.get(engine_id, ()), start, end) or [(start, end)]
             beside = _overlap(journal.work, own)
             others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
-            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), beside, others
+            context = after.get("num_context_tokens", 0) - before.get("num_context_tokens", 0)
+            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, beside, others
 
 
 def _within(spans: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
@@ -169,8 +200,10 @@ def _overlap(work: Sequence[tuple[float, float]], stretches: Sequence[tuple[floa
     return covered_s / sum(end - start for start, end in stretches)
 
 
-def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[Numbers, tuple[float, ...]]:
-    """Fit seconds = (parts @ coefficients) * (1 + beside @ slowdowns); return both. A column of `beside` that never varies has none."""
+def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[float, Numbers, tuple[float, ...]]:
+    """Fit seconds = (parts @ coefficients) * (1 + beside @ slowdowns); return the error and both. A column of `beside` that never varies
+    has none.
+    """
     varies = [column.std() > 0.02 for column in beside.T]
     grids = [_SLOWDOWNS if one else np.zeros(1) for one in varies]
     best: tuple[float, Numbers, tuple[float, ...]] | None = None
@@ -181,7 +214,7 @@ def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[Numbers, tu
         if best is None or error < best[0]:
             best = error, coefficients, tuple(float(one) for one in slowdowns)
     assert best is not None
-    return best[1], best[2]
+    return best
 
 
 # --- the others ---
@@ -192,26 +225,39 @@ def _trainer(runs: Sequence[_Run]) -> tuple[TrainerWorld, float]:
     table = np.array([row for run in runs for row in _steps(run)])
     if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    coefficients, (slowed,) = _fit(table[:, 0], table[:, 1:4], table[:, 4:5])
-    has_both = table[:, 3].sum() > _FEWEST_WITHOUT * table[:, 2:4].sum()
+    seconds, num_rows, computed, without, beside, rest_s = (
+        table[:, 0],
+        table[:, 1:2],
+        table[:, 2:4],
+        table[:, 4:5],
+        table[:, 5:6],
+        table[:, 6],
+    )
+    fits = {
+        part: _fit(seconds, np.hstack([num_rows, computed * (1 - (1 - part) * without)]), beside)
+        for part in (_FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0])
+    }
+    forward_part = min(fits, key=lambda part: fits[part][0])
+    _, (row_s, token_s, square_s), (slowed,) = fits[forward_part]
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
-        row_s=float(coefficients[0]),
-        token_s=float(coefficients[1]),
-        forward_part=min(1.0, float(coefficients[2] / max(coefficients[1], 1e-12))) if has_both else 1.0,
-        step_s=max(0.0, float(table[:, 5].mean())) / (1 + slowed * float(table[:, 4].mean())),
+        row_s=float(row_s),
+        token_s=float(token_s),
+        square_s=float(square_s),
+        forward_part=forward_part,
+        step_s=max(0.0, float(rest_s.mean())) / (1 + slowed * float(beside.mean())),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, slowed
 
 
-def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float, float]]:
+def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float, float, float]]:
     """Yield what each step but the first took.
 
-    Each is (forward and backward seconds, rows, computed tokens with a gradient, those without, engines that worked beside the trainer,
-    seconds of the rest).
+    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, engines that worked beside
+    the trainer, seconds of the rest).
     """
-    _, reply_tokens = run.given_tokens()
+    prompt_tokens, reply_tokens = run.given_tokens()
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
         if seconds is None or after["t"] <= before["t"]:
@@ -219,17 +265,31 @@ def _steps(run: _Run) -> Iterator[tuple[float, float, float, float, float, float
         work = _within(run.journal.work, before["t"], after["t"])
         beside = sum(_overlap(passes, work) for passes in run.journal.passes.values()) if work else 0.0
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
-        num_rows, num_computed = run.rollouts.rows.get(after["step"], 1), _num_computed(after, run.rollouts, reply_tokens)
-        num_without = num_computed * after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
-        yield seconds, num_rows, num_computed - num_without, num_without, beside, after["t"] - before["t"] - apart
+        without = after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
+        num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
+        num_computed = _num_computed(after, rollouts, reply_tokens)
+        squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
+        yield seconds, num_rows, num_computed, squares, without, beside, after["t"] - before["t"] - apart
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
     """Return the tokens that the trainer computes in a step: a prompt once for the siblings of a row, and groups are cut by rows' ends."""
-    prompts = 1 + (step["num_samples"] - 1) // rollouts.group_size + rollouts.rows.get(step["step"], 1) - 1
     replied = reply_tokens * rollouts.replies.get(step["step"], 0)
     given = step["num_tokens"] - step["num_trained_tokens"] - replied
-    return float(step["num_trained_tokens"] + replied + given * min(1.0, prompts / step["num_samples"]))
+    return float(step["num_trained_tokens"] + replied + given * _num_prompts(step, rollouts) / step["num_samples"])
+
+
+def _squares(step: dict[str, Any], rollouts: RunRollouts, prompt_tokens: float, reply_tokens: float) -> float:
+    """Return the sum of the squares of a step's samples, that of a prompt once for the siblings of a row."""
+    names = rollouts.trained.get(step["step"], ())
+    sizes = [prompt_tokens + rollouts.lengths.get(name, 0) + reply_tokens * (rollouts.turns.get(name, 1) - 1) for name in names]
+    return sum(size**2 for size in sizes) - (step["num_samples"] - _num_prompts(step, rollouts)) * prompt_tokens**2
+
+
+def _num_prompts(step: dict[str, Any], rollouts: RunRollouts) -> int:
+    """Return the prompts that the trainer computes in a step."""
+    groups = 1 + (step["num_samples"] - 1) // rollouts.group_size
+    return min(step["num_samples"], groups + rollouts.rows.get(step["step"], 1) - 1)
 
 
 def _sync(runs: Sequence[_Run]) -> SyncWorld:

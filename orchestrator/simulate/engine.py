@@ -54,7 +54,7 @@ class SimulatedEngine:
         self._swap_s, self._sleep_s, self._keeps_kv = sync.pause_s, sync.sleep_s, keeps_kv
         self.drafts: tuple[int, int] = (0, 0)
         """Below so many sequences, so many tokens of each are drafted."""
-        self._cache = KvCache(num_tokens=world.kv_tokens, has_prefix_cache=world.has_prefix_cache)
+        self._cache = KvCache(num_tokens=world.kv_tokens, has_prefix_cache=world.has_prefix_cache, block_tokens=world.block_tokens)
         self._pass = 0
         """Passes that are over."""
         self._writing: dict[Sequence, None] = {}
@@ -81,7 +81,7 @@ class SimulatedEngine:
 
     def submit(self, sequence: Sequence) -> None:
         """Take a request: it begins between two passes, as soon as there is room."""
-        sequence.num_pending = max(1, sequence.num_context - sequence.num_cached)
+        sequence.num_pending = max(1, sequence.num_context - self._cache.whole(sequence.num_cached))
         self._waiting.append(sequence)
         if len(self._waiting) == 1 and self.num_running < self.slots:
             self._interrupt()

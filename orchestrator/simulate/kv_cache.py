@@ -11,15 +11,12 @@ import math
 
 from orchestrator.simulate.sequence import Sequence
 
-BLOCK = 16
-"""Tokens of a block: only whole blocks are shared (vLLM's default)."""
-
 
 class KvCache:
     """The tokens that sequences hold. Siblings hold their prompt once, where prefixes are cached."""
 
-    def __init__(self, *, num_tokens: float, has_prefix_cache: bool) -> None:
-        self._most, self._has_prefix_cache = num_tokens, has_prefix_cache
+    def __init__(self, *, num_tokens: float, has_prefix_cache: bool, block_tokens: int) -> None:
+        self._most, self._has_prefix_cache, self._block = num_tokens, has_prefix_cache, block_tokens
         self._held = 0
         self._growing = 0
         self._siblings: collections.Counter[int] = collections.Counter()
@@ -30,6 +27,10 @@ class KvCache:
     @property
     def is_bounded(self) -> bool:
         return math.isfinite(self._most)
+
+    def whole(self, num_tokens: int) -> int:
+        """Return those of the first so many tokens that are in whole blocks: the others are found in no cache."""
+        return num_tokens // self._block * self._block
 
     def used(self, at: int) -> float:
         """Return the tokens held at a pass."""
@@ -53,7 +54,7 @@ class KvCache:
         self._siblings[sequence.group_id] += 1
         sequence.is_held, sequence.kv_version = True, version
         if self._has_prefix_cache and self._prefixes.get(sequence.group_id) == version:
-            shared = (sequence.num_shared - 1) // BLOCK * BLOCK
+            shared = self.whole(sequence.num_shared - 1)
             sequence.num_pending = max(1, min(sequence.num_pending, sequence.num_tokens - shared))
         self._prefixes[sequence.group_id] = version
 

@@ -6,6 +6,7 @@ from orchestrator.rules.lengths import Lengths
 from orchestrator.rules.migration import Held, Holding, Move, relieve, repack
 from orchestrator.simulate.generation import Generation
 from orchestrator.simulate.rollouts import Rollout
+from orchestrator.simulate.sequence import interpolate
 from orchestrator.simulate.world import World
 
 
@@ -33,7 +34,7 @@ class Migration:
         repacked: list[Move[Rollout]] = []
         dispatch, schedule = self._generation.dispatch, self._generation.admission.schedule
         if self._most and not relieved and schedule.in_rounds and (dispatch is None or not dispatch.num_waiting):
-            pass_s = self._world.pass_s[0][1]
+            pass_s = interpolate(self._world.pass_s, 1.0)
             repacked = repack(engines, most=self._most, prefill_passes=self._world.prefill_token_s / pass_s)
         self.num_moved += len(relieved) + len(repacked)
         for move in (*relieved, *repacked):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from orchestrator.simulate.draws import Distribution, fixed
 from orchestrator.simulate.roles import Elastic
-from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World
+from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World, block_tokens_of
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import units_of
@@ -29,7 +29,7 @@ def world_of_plan(config: Config, *, gpu: str, given: Mapping[str, float]) -> Wo
     origins: dict[str, str] = {name: plan for name in ("engine", "trainer", "sync", "lengths")}
     origins |= {name: "a guess" for name in ("scoring", "rewards")}
     return World(
-        engine=_engine(inputs, values),
+        engine=_engine(config, inputs, values),
         trainer=TrainerWorld(token_s=values["row_s"] / values["row_length"], step_s=values["update_s"]),
         sync=_sync(values),
         scoring=ScoringWorld(prm_token_s=_prm_token_s(inputs, values)),
@@ -56,7 +56,7 @@ def elastic_of_plan(config: Config, *, gpu: str, given: Mapping[str, float], swi
         changed = {**inputs, **each, "engine_tensor": float(other), "max_running": float(most)}
         found = SHEET.evaluate(changed)
         if other == width or (not unit % other and found["engine_rank_room"] >= 0):
-            engines[other], slots[other] = _engine(changed, found), most
+            engines[other], slots[other] = _engine(config, changed, found), most
     return Elastic(
         unit_devices=unit,
         core_replicas=units.core_ranks // units.ranks_per_replica,
@@ -78,7 +78,7 @@ def _planned(config: Config, *, gpu: str, given: Mapping[str, float]) -> tuple[V
     return inputs, SHEET.evaluate(inputs)
 
 
-def _engine(inputs: Values, values: Values) -> EngineWorld:
+def _engine(config: Config, inputs: Values, values: Values) -> EngineWorld:
     def pass_s(num: float, context: float) -> float:
         return SHEET.evaluate(inputs, fixed={"running": num, "decode_context": max(1e-9, context)})["pass_s"]
 
@@ -86,6 +86,7 @@ def _engine(inputs: Values, values: Values) -> EngineWorld:
     nums = sorted({1, most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
     context = values["decode_context"]
     return EngineWorld(
+        block_tokens=block_tokens_of(config),
         pass_s=tuple((num, pass_s(num, 0.0)) for num in nums),
         kv_token_s=max(0.0, pass_s(most, context) - pass_s(most, 0.0)) / (most * context),
         prefill_token_s=values["prefill_s"] * inputs["mean_tokens"] / inputs["prompt_tokens"],

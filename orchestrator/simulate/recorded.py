@@ -50,8 +50,12 @@ class RunRollouts:
     rewards: dict[str, float]
     issued: dict[int, list[tuple[float, int]]]
     """(Unix seconds, group) of what each engine was asked for."""
+    resumed: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    """Unix seconds at which each engine was asked to go on after an environment's reply."""
     rows: dict[int, int]
     """Rows of each step."""
+    trained: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    """Rollouts that each step trains."""
     waits_s: list[float]
     """From a completion until its score is booked."""
     group_size: int
@@ -62,6 +66,12 @@ class RunRollouts:
     """Turns of each in `lengths`; empty where no environment replies."""
     replies: dict[int, int]
     """Replies of an environment in the rollouts that each step trains."""
+
+    def unlimited(self, name: str, reply_tokens: float) -> float:
+        """Return the tokens that a rollout would have had without a limit, as far as is known: one more than the limit, in which an
+        environment's replies count, where it ended there.
+        """
+        return self.lengths[name] + (1 + reply_tokens * (self.turns.get(name, 1) - 1) if name in self.truncated else 0)
 
 
 def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
@@ -115,7 +125,9 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
     truncated: set[str] = set()
     rewards: dict[str, float] = {}
     issued: dict[int, list[tuple[float, int]]] = {}
+    resumed: dict[int, list[float]] = {}
     rows: dict[int, int] = {}
+    trained: dict[int, list[str]] = {}
     ended: dict[str, float] = {}
     turns: dict[str, int] = {}
     replies: collections.Counter[int] = collections.Counter()
@@ -140,10 +152,13 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
                 waits_s.append(t - ended.get(name, t))
             case "assigned":
                 replies[step] += turns.get(name, 1) - 1
+                trained.setdefault(step, []).append(name)
             case "closed":
                 rows[step] = num_rows
             case "observed":
                 turns[name] = turns.get(name, 1) + (reason == "ok")
+                if reason == "ok":
+                    resumed.setdefault(int(peer.partition("-")[2]), []).append(t - began_s + unix_s)
             case _:
                 counts["early_stop"] += 1
     return RunRollouts(
@@ -151,7 +166,9 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
         truncated=frozenset(truncated),
         rewards=rewards,
         issued=issued,
+        resumed=resumed,
         rows=rows,
+        trained=trained,
         waits_s=waits_s,
         group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
         num_scored=counts["scored"],

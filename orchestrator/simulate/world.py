@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.simulate.draws import Distribution, fixed
+from pipelinerl.config import Config
 
 _NOTHING, _ONE = fixed(0.0), fixed(1.0)
 _CALL_S, _REPLY_S = fixed(0.01), fixed(0.05)
@@ -35,6 +36,8 @@ class EngineWorld:
     """Tokens that the KV cache holds."""
     has_prefix_cache: bool = True
     """Siblings on one engine and one version share their prompt, turns of an episode all that came before."""
+    block_tokens: int = 16
+    """Tokens of a block of the KV cache: only whole ones are shared by siblings, or found again by the next turn."""
     tokens_per_pass: float = 1.0
     """Tokens of a sequence in a pass that verifies drafts (`engine.speculation`), the mean. Such a pass lasts as long as one that samples
     for as many sequences as it has tokens."""
@@ -42,6 +45,11 @@ class EngineWorld:
     """From the end of a pass until the orchestrator has the answer."""
     restart_s: float = 30.0
     """From the death of a process until the next one has the model loaded."""
+
+
+def block_tokens_of(config: Config) -> int:
+    """Return the tokens of a block of an engine's KV cache, as `engine.options` says, or vLLM does (16)."""
+    return int(config.engine.options.get("block_size") or EngineWorld().block_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,15 @@
     calibrate  runs of other settings for each number of engines that was drawn: what forecasts learn from (`cases`); those of an earlier
                draw are forgotten, since the machine's speed changes within an hour
     forecast   simulate every case, and write the figures beside the hash of the code that made them
-    run        the cases live, one after another; every try is kept, also one that failed, or beside which others worked
-    table      forecast, live and error of every try, of every seed that was drawn
+    run        the cases live, in rounds; every try is kept, also one that failed, or beside which others worked
+    table      forecast, live and error of every case, of every seed that was drawn, with all tries
 
 What keeps it honest: `draw` and `forecast` write down the hash of the simulator's code; `run` refuses where the forecasts are not committed
 as they stand, or the code has changed since. The cases are drawn after the last change of that code, because a draw names its hash, too.
 
-A try counts where others took at most `MOST_OTHERS` of the machine, and where (from seed 6 on) a control run right before it and one right
-after it were as fast as those beside the runs that forecasts learn from, within `MOST_DRIFT`; it is made again where not. Tries of the
+A try counts where others took at most `MOST_OTHERS` of the machine, and where (from seed 6 on) the control runs before and after it were as
+fast as those beside the runs that forecasts learn from, within `MOST_DRIFT`; it is made again where not. From seed 7 on each case is run
+`NUM_TRIES` times, and held to the median of each figure: two runs of one setting with two engines on one core were 15 % apart. Tries of the
 seeds 2 and 3 were also foretold once more at the processor's speed right before each. Both forecasts are stored; it made errors larger,
 and is done no more.
 """
@@ -47,6 +48,7 @@ FIGURES: tuple[str, ...] = ("tokens_per_s", "staleness_mean", "engines_idle_frac
 GOALS = (0.05, 0.10)
 """Median and largest error: relative of rates, in versions over the larger of 1 and the live value of staleness, absolute of fractions."""
 SIMULATED_SEEDS = range(5)
+NUM_TRIES, TRIES_BETWEEN_CONTROLS = 3, 4
 MOST_DRIFT = 0.05
 """By how much the tokens/s of control runs may be off the mean of those beside the runs that forecasts learn from."""
 
@@ -74,7 +76,7 @@ def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
         case "run":
             _refuse_unless_foretold()
             control = cases.control()
-            while (missing := _missing(number)) is not None and time.monotonic() < until_s:
+            while (missing := _missing(number)) and time.monotonic() < until_s:
                 control = run(missing, control)
         case _:
             pass
@@ -132,27 +134,29 @@ def foretold(case: dict[str, Any]) -> dict[str, float]:
     return {name: statistics.fmean(getattr(one, name) for one in runs) for name in FIGURES}
 
 
-def run(index: int, before: float) -> float:
-    """Run a case live, and keep what it showed, or how it failed; `before` is the control before it. Return the control after it."""
-    record = _record()
-    kept: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
-    try:
-        folder, kept["others"] = cases.live(record["cases"][index])
-        kept["live"] = cases.figures_of(folder)
-    except subprocess.CalledProcessError as error:
-        kept["failed"] = str(error)
-    kept["controls"] = [before, after := cases.control()]
-    kept["drift"] = drift(kept["controls"], record["controls"])
-    _write(TRIES, [*_tries(), kept])
-    return after
+def run(indices: list[int], before: float) -> float:
+    """Run cases live, and keep what each showed, or how it failed; `before` is the control before them. Return the control after them."""
+    record, kept = _record(), list[dict[str, Any]]()
+    for index in indices:
+        one: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
+        kept.append(one)
+        try:
+            folder, one["others"] = cases.live(record["cases"][index])
+            one["live"] = cases.figures_of(folder)
+        except subprocess.CalledProcessError as error:
+            one["failed"] = str(error)
+    controls = [before, cases.control()]
+    found = {"controls": controls, "drift": drift(controls, record["controls"])}
+    _write(TRIES, [*_tries(), *(one | found for one in kept)])
+    return controls[-1]
 
 
-def _missing(number: int | None) -> int | None:
-    """Return the case with the fewest tries of those of which none counts, or the one with this number; None where none is left."""
+def _missing(number: int | None) -> list[int]:
+    """Return the next cases to run, those with the fewest tries first: those that have too few that count, or the one with this number."""
     tries = [one for one in _tries() if one["code"] == _record()["code"]]
-    done = {one["case"] for one in tries if "failed" in one or counts(one)}
-    left = [index for index in range(NUM_CASES) if index not in done and number in (None, index)]
-    return min(left, key=lambda index: sum(one["case"] == index for one in tries), default=None)
+    done = [one["case"] for one in tries if "failed" in one or counts(one)]
+    left = [index for index in range(NUM_CASES) if done.count(index) < NUM_TRIES and number in (None, index)]
+    return sorted(left, key=lambda index: sum(one["case"] == index for one in tries))[:TRIES_BETWEEN_CONTROLS]
 
 
 def counts(one: dict[str, Any]) -> bool:
@@ -170,15 +174,27 @@ def errors_of(foretold: dict[str, float], live: dict[str, float]) -> dict[str, f
 
 
 def errors_by_seed() -> dict[int, tuple[list[dict[str, float]], list[dict[str, float]]]]:
-    """Return, of every seed, the errors of the tries that count: of what was foretold last before each, and of what was committed."""
+    """Return, of every seed, the errors of the cases that were run: of what was foretold last before, and of what was committed."""
     found: dict[int, tuple[list[dict[str, float]], list[dict[str, float]]]] = {}
     for record in _records():
-        tries = [one for one in _tries() if one["code"] == record["code"] and counts(one)]
-        committed = [errors_of(record["forecasts"][one["case"]], one["live"]) for one in tries]
-        last = [errors_of(one["foretold"], one["live"]) if "foretold" in one else each for one, each in zip(tries, committed, strict=True)]
-        if tries:
+        lives = {index: one for index in range(len(record["cases"])) if (one := live_of(record, index)) is not None}
+        committed = [errors_of(record["forecasts"][index], live) for index, live in lives.items()]
+        last = [errors_of(_foretold_of(record, index), live) for index, live in lives.items()]
+        if lives:
             found[record["seed"]] = last, committed
     return found
+
+
+def live_of(record: dict[str, Any], index: int) -> dict[str, float] | None:
+    """Return the median of each figure of a case, over its tries that count; None where there are none."""
+    tries = [one["live"] for one in _tries() if one["code"] == record["code"] and one["case"] == index and counts(one)]
+    return {name: statistics.median(one[name] for one in tries) for name in FIGURES} if tries else None
+
+
+def _foretold_of(record: dict[str, Any], index: int) -> dict[str, float]:
+    """Return what was foretold of a case last before its tries."""
+    later = [one["foretold"] for one in _tries() if one["code"] == record["code"] and one["case"] == index and "foretold" in one]
+    return later[-1] if later else record["forecasts"][index]
 
 
 def table() -> None:
@@ -198,11 +214,15 @@ def _rows(record: dict[str, Any], index: int) -> Iterator[harness.Row]:
     case, forecasts = record["cases"][index], record["forecasts"]
     words = f"{index}: " + ", ".join(f"{name} {value}" for name, value in case.items())
     tries = [one for one in _tries() if one["code"] == record["code"] and one["case"] == index]
+    live = live_of(record, index)
     for name in FIGURES if forecasts else ():
-        yield {"case": words, "figure": name, "committed": forecasts[index][name], "slowness": "", "foretold": "", "live": "", "error": ""}
+        row: harness.Row = {"case": words, "figure": name, "committed": forecasts[index][name], "slowness": "", "foretold": ""}
+        yield row | (
+            {"live": live[name], "error": errors_of(_foretold_of(record, index), live)[name]} if live else {"live": "", "error": ""}
+        )
         for one in tries:
             told = one.get("foretold", forecasts[index])
-            row: harness.Row = {
+            row = {
                 "case": one["began"],
                 "figure": name,
                 "committed": "",
@@ -213,7 +233,7 @@ def _rows(record: dict[str, Any], index: int) -> Iterator[harness.Row]:
                 yield row | {"live": one["failed"], "error": ""}
                 continue
             disturbed = f"others took {one.get('others', 0.0):.2f} of the machine, control runs were {one.get('drift', 0.0):.2f} off"
-            yield row | {"live": one["live"][name], "error": errors_of(told, one["live"])[name] if counts(one) else disturbed}
+            yield row | {"live": one["live"][name], "error": "" if counts(one) else disturbed}
 
 
 def _refuse_unless_foretold() -> None:

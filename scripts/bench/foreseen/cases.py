@@ -37,9 +37,11 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sync": ({"max_tokens": 24}, ("pipeline.mode=sync",)),
     "short": ({"max_tokens": 20, "group_size": 16}, ()),
     "few": ({"max_tokens": 40, "slots": 16}, ()),
+    "fours": ({"max_tokens": 48, "slots": 32, "group_size": 4}, ()),
 }
-"""Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of two lengths tell a row from
-its tokens, rounds and few slots a pass from its sequences; in rounds engine and trainer also work alone. An environment and a process
+"""Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of several lengths tell a row
+from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
+also work alone, and in groups of four many samples have no gradient. An environment and a process
 reward model have two runs of their own besides, as `_USUAL` and as `few`."""
 CONTROL: tuple[dict[str, Any], tuple[str, ...]] = ({"max_tokens": 24, "samples": 96}, ("pipeline.mode=sync", "trainer.steps=10"))
 """A run in rounds, in which engine and trainer work alone: by its tokens/s one sees whether the machine became faster or slower."""

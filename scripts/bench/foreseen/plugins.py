@@ -16,10 +16,12 @@ def prompts(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def reward(completion: str, *, seconds: float) -> float:
-    """1 for an even number of characters, after between a half and three halves of `seconds`."""
+    """1 for an even sum of its characters' codes, as likely for a short completion as for a long one; after between a half and three halves
+    of `seconds`.
+    """
     if seconds:
         time.sleep(seconds * (0.5 + random.random()))
-    return float(len(completion) % 2 == 0)
+    return float(sum(map(ord, completion)) % 2 == 0)
 
 
 def reply(turns: list[str]) -> str | None:

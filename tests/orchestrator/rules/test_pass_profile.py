@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -91,6 +92,23 @@ def test_the_room_of_a_cache_is_what_it_holds_over_the_part_that_is_used():
     assert told(*VARIED, kv_tokens=50_000).room == pytest.approx(50_000)
     assert math.isinf(told(*VARIED).room), "nobody says"
     assert math.isinf(told((50, 1, 100), kv_tokens=50_000).room), "two thousandths of it say nothing"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_choice_of_columns_is_better(seed: int):
+    """Of all subsets of six columns whose best coefficients are above 0, two columns telling the same, none has a smaller error."""
+    chance = np.random.default_rng(seed)
+    parts = chance.random((30, 6)) * 10.0 ** chance.integers(-4, 5, 6)
+    parts[:, 5] = 3 * parts[:, 2]
+    seconds = parts[:, :4] @ (chance.normal(size=4) / parts[:, :4].mean(0)) + chance.normal(size=30)
+    found = least_squares(parts, seconds)
+    assert (found >= 0).all()
+    errors = [float(np.square(seconds).sum())]
+    for chosen in (list(some) for size in range(1, 6) for some in itertools.combinations(range(5), size)):
+        best, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=None)
+        if (best >= 0).all():
+            errors.append(float(np.square(parts[:, chosen] @ best - seconds).sum()))
+    assert float(np.square(parts @ found - seconds).sum()) == pytest.approx(min(errors), rel=1e-6)
 
 
 def test_no_coefficient_is_below_zero():

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import _admit_s, _num_computed, _rewards, _Run, _steps, world_of_runs
+from orchestrator.simulate.calibrated import _admit_s, _num_computed, _points, _rewards, _Run, _squares, _steps, world_of_runs
 from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_ledger
 from orchestrator.simulate.run import simulate
+from orchestrator.simulate.sequence import interpolate
 from orchestrator.simulate.world import World
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
@@ -20,14 +21,15 @@ from pipelinerl.observe.journal import Journal
 from tests.orchestrator.simulate.worlds import config
 
 PASS_S, SEQUENCE_S, PREFILL_S, ROW_S, TOKEN_S, SLOWER = 0.010, 0.0004, 1e-4, 0.03, 2e-5, 0.5
-FORWARD_PART, LONGEST = 0.4, 32
+FORWARD_PART, LONGEST, CONTEXT_S = 0.4, 32, 1e-6
 NUM_STEPS, PROMPT = 12, 6
 
 
-def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed: int = 0) -> None:
+def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed: int = 0, bend: int = 1000) -> None:
     """One engine and a trainer that works every other second: then a pass takes 1.5 times as long.
 
-    The engine has between `sequences[0]` and `sequences[1]` - 1 of them, and computes so many tokens anew at each swap.
+    The engine has between `sequences[0]` and `sequences[1]` - 1 of them, and computes so many tokens anew at each swap. Sequences beyond
+    `bend` take a quarter of what the others add to a pass.
     """
     now = [1000.0]
     chance = np.random.default_rng(0)
@@ -35,17 +37,19 @@ def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed:
     trainer, scorer, run = (Journal(folder, name, clock=lambda: now[0]) for name in ("trainer-0", "scorer-0", "orchestrator"))
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.begin({}, now_s=0.0, unix_s=1000.0)
-    passes = tokens = busy_s = 0.0
+    passes = tokens = context = busy_s = 0.0
     for second in range(2 * NUM_STEPS + 4):
         is_working = second % 2 == 1
         num = int(chance.integers(*sequences))
-        anew_s = PREFILL_S * recomputed * is_working
-        done = round((0.8 - anew_s) / ((PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working)))
-        spent_s = done * (PASS_S + SEQUENCE_S * num) * (1 + SLOWER * is_working) + anew_s * (1 + SLOWER * is_working)
+        anew_s, read = PREFILL_S * recomputed * is_working, num * int(chance.integers(20, 800))
+        pass_s = PASS_S + SEQUENCE_S * (min(num, bend) + 0.25 * max(0, num - bend)) + CONTEXT_S * read
+        done = round((0.8 - anew_s) / (pass_s * (1 + SLOWER * is_working)))
+        spent_s = done * pass_s * (1 + SLOWER * is_working) + anew_s * (1 + SLOWER * is_working)
         now[0] += 1.0
-        passes, tokens, busy_s = passes + done, tokens + done * num, busy_s + spent_s
+        passes, tokens, context, busy_s = passes + done, tokens + done * num, context + done * read, busy_s + spent_s
         idle_s = second + 1 - busy_s
-        engine.write("load", engine_id=0, num_running=num, num_tokens=tokens, num_steps=passes, busy_s=busy_s, idle_s=idle_s, kv_used=None)
+        counts = {"num_tokens": tokens, "num_steps": passes, "num_context_tokens": context}
+        engine.write("load", engine_id=0, num_running=num, **counts, busy_s=busy_s, idle_s=idle_s, kv_used=None)
         engine.span("engine-0", "forward", start=now[0] - 1.0, end=now[0] - 0.2)
         if is_working:
             trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0] - 0.2)
@@ -102,9 +106,23 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_seconds_of_passes_come_back(learned: World):
-    (_, none), (_, one) = learned.engine.pass_s
-    assert none == pytest.approx(PASS_S, rel=0.05)
-    assert one - none == pytest.approx(SEQUENCE_S, rel=0.05)
+    for num in (0, 3, 11, 29):
+        assert interpolate(learned.engine.pass_s, num) == pytest.approx(PASS_S + num * SEQUENCE_S, rel=0.05)
+    assert learned.engine.kv_token_s == pytest.approx(CONTEXT_S, rel=0.05)
+
+
+def test_a_pass_may_grow_less_with_more_sequences(tmp_path: Path):
+    write_run(tmp_path / "bent", sequences=(2, 60), bend=16)
+    pass_s = world_of_runs(config(), [tmp_path / "bent"]).engine.pass_s
+    for num in (8, 16, 32, 56):
+        assert interpolate(pass_s, num) == pytest.approx(PASS_S + SEQUENCE_S * (min(num, 16) + max(0, num - 16) / 4), rel=0.07)
+
+
+def test_a_number_of_sequences_of_which_few_reports_tell_is_no_point_of_the_curve():
+    """Of 30 reports, 4 tell of two sequences, 6 of three: each tells half of 2 and half of 4."""
+    numbers = np.array([2.0] * 4 + [3.0] * 6 + [16.0] * 20)
+    assert _points(numbers) == [0.0, 2.0, 16.0], "4 has three reports; of 2, 7 tell"
+    assert _points(np.full(30, 64.0)) == [0.0, 64.0]
 
 
 def test_so_does_what_the_trainer_costs_the_engine(learned: World):
@@ -125,9 +143,9 @@ def test_runs_together_tell_what_each_alone_cannot(tmp_path: Path):
     for folder, num in zip(folders, (4, 24), strict=True):
         write_run(folder, sequences=(num, num + 1))
     alone = [world_of_runs(config(), [folder]).engine.pass_s for folder in folders]
-    (_, none), (_, one) = world_of_runs(config(), folders).engine.pass_s
-    assert (none, one - none) == pytest.approx((PASS_S, SEQUENCE_S), rel=0.05)
-    assert all(abs(pass_s[0][1] / PASS_S - 1) > 0.1 for pass_s in alone)
+    together = world_of_runs(config(), folders).engine.pass_s
+    assert [interpolate(together, num) for num in (4, 24)] == pytest.approx([PASS_S + num * SEQUENCE_S for num in (4, 24)], rel=0.05)
+    assert all(abs(interpolate(pass_s, 14) / (PASS_S + 14 * SEQUENCE_S) - 1) > 0.1 for pass_s in alone)
 
 
 def test_the_first_of_several_runs_tells_what_rollouts_are_like(learned: World, tmp_path: Path):
@@ -148,7 +166,7 @@ def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[f
     journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
-    ((seconds, rows, _, _, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
+    ((seconds, rows, *_, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
     assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
 
 
@@ -198,6 +216,14 @@ def test_a_shared_prompt_counts_once_for_each_row_that_siblings_are_in():
     rollouts = RunRollouts(**empty, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
     step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7}
     assert _num_computed(step, rollouts) == pytest.approx(1000 + 3 * 7)
+
+
+def test_squares_are_of_whole_samples_and_a_shared_prompt_counts_once():
+    """Prompts of 7 tokens, replies of 3; samples of 5 and 9 tokens of one group, one of two turns: 12^2 + (16 + 3)^2 - 7^2."""
+    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "replies": {}}
+    names = {"lengths": {"0/0": 5, "0/1": 9, "1/0": 70}, "turns": {"0/0": 1, "0/1": 2}, "trained": {3: ["0/0", "0/1"]}}
+    rollouts = RunRollouts(**empty, **names, rows={3: 1}, group_size=2, num_scored=0, num_failed=0, num_hopeless=0)
+    assert _squares({"step": 3, "num_samples": 2}, rollouts, 7.0, 3.0) == pytest.approx(144 + 361 - 49)
 
 
 def test_an_environments_replies_are_told_from_prompts():
