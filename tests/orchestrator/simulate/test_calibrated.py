@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import _admit_s, _num_computed, _points, _rewards, _Run, _squares, _steps, world_of_runs
+from orchestrator.simulate.calibrated import _admit_s, _num_computed, _points, _reports, _rewards, _Run, _squares, _steps, world_of_runs
 from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_ledger
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
@@ -259,6 +259,41 @@ def test_rewards_of_what_ends_at_its_limit_are_told_apart():
     few = dict(list(cut.items())[:19])
     pooled, nothing, _ = _rewards(rollouts_of(rewards | few, set(few)))
     assert (pooled, nothing) == (pytest.approx((35 + sum(few.values())) / 99), None), "of 19 that were cut nothing is said"
+
+
+def test_what_ended_at_its_limit_would_have_gone_on_and_replies_count_in_the_limit():
+    rollouts = dataclasses.replace(rollouts_of({"0/0": 1.0, "0/1": 0.0, "0/2": 0.0}, {"0/1", "0/2"}), turns={"0/0": 2, "0/1": 3})
+    assert [rollouts.unlimited(name, 3.0) for name in ("0/0", "0/1", "0/2")] == [5, 5 + 2 * 3 + 1, 5 + 1]
+
+
+@pytest.mark.parametrize(("block_tokens", "expected"), [(16, 4 * 6 + 2 * (3 + 8)), (32, 4 * 6 + 2 * (3 + 6 + 22 / 2))])
+def test_the_next_turn_computes_what_is_in_no_whole_block(block_tokens: int, expected: float):
+    """Between two reports four siblings begin, of prompts of 6 tokens, and two go on after replies of 3; completions have 22 in the mean.
+
+    Half a block of 16 is computed anew, or all that a block of 32 does not hold yet: the prompt and half a completion.
+    """
+    loads = [{"t": t, "num_steps": 10 * t, "num_tokens": 40 * t, "idle_s": 0.0} for t in (0.0, 1.0)]
+    steps = [one_step(step=0, t=-1.0)]
+    steps += [
+        one_step(step=step, t=float(step)) | {"num_samples": num, "num_trained_tokens": 1000, "num_tokens": 1000 + 6 * num + 3 * replies}
+        for step, num, replies in ((1, 4, 2), (2, 2, 5))
+    ]
+    rollouts = RunRollouts(
+        lengths={"0/0": 10, "0/1": 34},
+        rewards={},
+        issued={0: [(0.5, 7)] * 4},
+        resumed={0: [0.4, 0.6, 1.4]},
+        rows={},
+        waits_s=[],
+        group_size=4,
+        num_scored=0,
+        num_failed=0,
+        num_hopeless=0,
+        turns={},
+        replies={1: 2, 2: 5},
+    )
+    ((_, _, _, prompts, *_),) = _reports(_Run(Path(), RunJournal(loads={0: loads}, steps=steps), rollouts), block_tokens=block_tokens)
+    assert prompts == pytest.approx(expected)
 
 
 def test_what_was_learned_simulates(learned: World):

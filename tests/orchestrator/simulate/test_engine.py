@@ -125,6 +125,15 @@ def test_siblings_compute_their_prompt_once_as_far_as_whole_blocks_go():
     assert alone.engine.num_prefilled == 99
 
 
+@pytest.mark.parametrize(("block", "computed"), [(1, 3), (16, 8), (32, 8), (64, 40)])
+def test_the_next_turn_finds_what_is_in_whole_blocks(block: int, computed: int):
+    """Of 40 tokens 37 were there before the reply: 32 of them in whole blocks of 16 or 32, none in one of 64."""
+    bench = Bench(pass_s=((1, 1.0),), block_tokens=block)
+    bench.ask(0, at=0.0, prompt=40, length=1).num_cached = 37
+    bench.run()
+    assert bench.engine.num_prefilled == computed
+
+
 def test_siblings_hold_their_prompt_once():
     bench = Bench(pass_s=((1, 1.0),), kv_tokens=100)
     for name in range(2):
