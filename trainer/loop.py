@@ -35,7 +35,6 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.planning.memory import rank_bytes, read_weights
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.machine import machine_id
-from pipelinerl.runtime.process import recorded_first
 from pipelinerl.transport.zmq import ZmqLink
 from pipelinerl.weights.host_memory import give_back_freed
 from pipelinerl.weights.timeline import timeline_of
@@ -160,7 +159,6 @@ def train(config: Config, run_folder: Path, *, fence: Callable[[], None] = lambd
                 publisher=publisher,
             )
             at_end.enter_context(client)
-            at_end.enter_context(recorded_first(run_folder, f"trainer-{replicas.rank}"))
         in_progress = RowsInProgress(run_folder, rank=replicas.rank, replica=replicas.number, num_replicas=layout.replicas)
 
         def lay_out(batch: MicroBatch) -> PackedRow | None:

@@ -49,35 +49,16 @@ def crash_report(run_folder: Path, process: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the outermost boundary of a process: whatever it is, it becomes the run's first error
+        errors = list(_leaves(error))
+        text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
         trace = "".join(traceback.format_exception(error))
+        is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
         try:
-            text = _record_error(run_folder, process, error, trace)
-            print(text if all(isinstance(leaf, PipelineError) for leaf in _leaves(error)) else trace, file=sys.stderr, flush=True)
+            record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
+            print(text if all(isinstance(leaf, PipelineError) for leaf in errors) else trace, file=sys.stderr, flush=True)
         except OSError:
             os._exit(UNWRITTEN)  # at once: what Python still has to print would fail, too
         sys.exit(1)
-
-
-@contextlib.contextmanager
-def recorded_first(run_folder: Path, process: str) -> Iterator[None]:
-    """Record an error as `crash_report` does, and let it pass: for an error that a peer is told next, who may then have this process ended
-    before `crash_report` has its turn.
-    """
-    try:
-        yield
-    except Exception as error:
-        with contextlib.suppress(OSError):  # `crash_report` tries again, and ends the process where the disk takes nothing
-            _record_error(run_folder, process, error, "".join(traceback.format_exception(error)))
-        raise
-
-
-def _record_error(run_folder: Path, process: str, error: Exception, trace: str) -> str:
-    """Record an error, and return its text. It is a consequence where peers that are gone are all that it tells of."""
-    errors = list(_leaves(error))
-    text = "\n".join(f"{type(leaf).__name__}: {leaf}" for leaf in errors)
-    is_consequence = all(isinstance(leaf, PeerSilent | PeerGone) for leaf in errors)
-    record_failure(run_folder, process, error=text, trace=trace, is_consequence=is_consequence)
-    return text
 
 
 def allow_open_files() -> None:

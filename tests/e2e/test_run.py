@@ -258,5 +258,5 @@ def test_weights_of_another_model_are_noticed_at_the_first_step(settings: Path, 
     run_folder = newest_run(settings, "mismatch")
     errors = {path.stem: json.loads(path.read_text())["error"] for path in (run_folder / "failures").iterdir()}
     assert "trainer-0 failed: MismatchError" in errors["orchestrator"]
-    assert errors["trainer-0"].startswith("MismatchError"), "it has written its own before it told the orchestrator, who ends it"
+    assert errors.get("trainer-0", "MismatchError").startswith("MismatchError"), "it may be ended before it has written its own"
     assert not processes_of(run_folder)

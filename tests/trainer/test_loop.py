@@ -207,22 +207,6 @@ def test_a_mismatch_ends_the_run_and_reaches_the_orchestrator(folders: dict[str,
     assert not (tmp_path / "model").exists()
 
 
-def test_what_the_orchestrator_is_told_has_been_recorded(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who hears that the trainer has failed ends it, perhaps before its outermost boundary would have recorded why."""
-    records, leave = [], OrchestratorClient.__exit__
-
-    def left(client: OrchestratorClient, *error: Any) -> None:
-        records.extend(json.loads(path.read_text()) for path in (tmp_path / "failures").iterdir())
-        leave(client, *error)
-
-    monkeypatch.setattr(OrchestratorClient, "__exit__", left)
-    with pytest.raises(MismatchError):
-        _run(_in_this_process, tmp_path, make_config(folders["qwen3"]), logprob_error=0.01)
-    (record,) = records
-    assert (record["process"], record["role"], record["is_consequence"]) == ("trainer-0", "trainer", False)
-    assert record["error"].startswith("MismatchError: step 0: mean of ")
-
-
 def test_a_layout_of_another_model_ends_the_run_and_reaches_the_orchestrator(folders: dict[str, Path], tmp_path: Path) -> None:
     wrong = (Tensor(name="model.embed_tokens.weight", shape=(61, 31), dtype="float32", offset_bytes=0, num_bytes=61 * 31 * 4),)
     with pytest.raises(WeightsError, match=r"misshapen: model\.embed_tokens\.weight") as caught:
