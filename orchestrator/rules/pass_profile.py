@@ -8,7 +8,7 @@ that the pass reads for it. Least squares, no coefficient below 0:
 so that a pass for n sequences of m tokens takes a + b n + c n m. Where engines always run as many sequences, a and b cannot be told apart;
 then the fit is right for as many and a guess for others.
 
-The simulator fits the engines of a recorded run with the same `least_squares` (`orchestrator.simulate.calibrated`).
+The simulator fits the engines of a recorded run with the same `least_squares` (`orchestrator.simulate.speeds`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.simulate.calibrated import world_of_runs
-from orchestrator.simulate.planned import SETTABLE, changed, elastic_of_plan, world_of_plan
+from orchestrator.simulate.planned import SETTABLE, Settable, changed, elastic_of_plan, world_of_plan
 from orchestrator.simulate.roles import Elastic
 from orchestrator.simulate.run import Simulated, simulate
 from orchestrator.simulate.summary import FIGURES, Summary, hangs_on, summary_of
@@ -93,7 +94,7 @@ def _world(config: Config, *, like: list[Path], gpu: str | None, given: list[str
     for setting in given:
         name, _, value = setting.partition("=")
         if name in SETTABLE:
-            own[name] = _number(setting, value)
+            own[name] = _set(setting, value, SETTABLE[name])
         else:
             of_plan.append(setting)
     if like:
@@ -124,6 +125,14 @@ def _number(setting: str, value: str) -> float:
         return float(value)
     except ValueError:
         raise ConfigError(f"--set {setting}: {value!r} is no number") from None
+
+
+def _set(setting: str, value: str, settable: Settable) -> float:
+    number = _number(setting, value)
+    if not settable.least <= number <= settable.most or math.isinf(number):
+        bounds = f"{settable.least:g} or more" if math.isinf(settable.most) else f"a number from {settable.least:g} to {settable.most:g}"
+        raise ConfigError(f"--set {setting}: expected {bounds}: {settable.what}")
+    return number
 
 
 def _faults(settings: list[str]) -> Faults:

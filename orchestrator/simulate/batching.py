@@ -61,10 +61,10 @@ class MethodFilter:
 
 def step_rules_of(rules: StepRules) -> StepRules:
     """Return a method's rules with ones in place of the advantages of a whole step."""
-    return rules if rules.step_advantages is None else dataclasses.replace(rules, step_advantages=_no_advantages)
+    return rules if rules.step_advantages is None else dataclasses.replace(rules, step_advantages=_ones)
 
 
-def _no_advantages(groups: Sequence[Siblings]) -> list[list[Float32]]:
+def _ones(groups: Sequence[Siblings]) -> list[list[Float32]]:
     return [[column(1.0, member.trajectory.num_tokens) for member in sampled_of(siblings)] for siblings in groups]
 
 

@@ -86,7 +86,7 @@ def _engine(config: Config, inputs: Values, values: Values) -> EngineWorld:
     nums = sorted({1, most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
     context = values["decode_context"]
     return EngineWorld(
-        block_tokens=block_tokens_of(config),
+        block_tokens=block_tokens_of(config.engine.options),
         pass_s=tuple((num, pass_s(num, 0.0)) for num in nums),
         kv_token_s=max(0.0, pass_s(most, context) - pass_s(most, 0.0)) / (most * context),
         prefill_token_s=values["prefill_s"] * inputs["mean_tokens"] / inputs["prompt_tokens"],
@@ -131,22 +131,32 @@ def _lengths(inputs: Values, *, is_given: bool) -> Distribution:
     return Distribution(kind="uniform", low=1.0, high=2 * mean - 1)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settable:
+    """What `--set` may give beside the inputs of a plan, and between which numbers."""
+
+    what: str
+    least: float = 0.0
+    most: float = math.inf
+
+
 SETTABLE = {
-    "tokens_per_pass": "tokens of a sequence in a pass that verifies drafts (engine.speculation)",
-    "score_s": "seconds of a reward call",
-    "reply_s": "seconds of an environment's reply",
-    "reply_tokens": "tokens of it",
-    "turns": "turns of an episode",
-    "reward_mean": "mean reward: 1 right, 0 wrong",
-    "truncated_reward_mean": "the same of completions that end at their limit",
-    "reward_spread": "how far prompts differ in difficulty, 0 to 1",
-    "forward_part": "what a token without a gradient takes of the trainer's time for one with; 1: all have a backward pass",
-    "length_growth": "how many times as long completions are at the run's end",
-    "likeness": "correlation of siblings' lengths, 0 to 1",
-    "failed_fraction": "part of the reward calls that fail",
-    "hopeless_fraction": "part of the rollouts that the process reward model flags",
+    "tokens_per_pass": Settable("tokens of a sequence in a pass that verifies drafts (engine.speculation)", least=1.0),
+    "score_s": Settable("seconds of a reward call"),
+    "reply_s": Settable("seconds of an environment's reply"),
+    "reply_tokens": Settable("tokens of it"),
+    "turns": Settable("turns of an episode", least=1.0),
+    "reward_mean": Settable("mean reward: 1 right, 0 wrong", most=1.0),
+    "truncated_reward_mean": Settable("the same of completions that end at their limit", most=1.0),
+    "reward_spread": Settable("how far prompts differ in difficulty", most=1.0),
+    "forward_part": Settable(
+        "what a token without a gradient takes of the trainer's time for one with; 1: all have a backward pass", most=1.0
+    ),
+    "length_growth": Settable("how many times as long completions are at the run's end", least=0.001),
+    "likeness": Settable("correlation of siblings' lengths", most=1.0),
+    "failed_fraction": Settable("part of the reward calls that fail", most=1.0),
+    "hopeless_fraction": Settable("part of the rollouts that the process reward model flags", most=1.0),
 }
-"""What `--set` may give beside the inputs of a plan."""
 
 
 def changed(world: World, given: Mapping[str, float]) -> World:

@@ -10,6 +10,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from orchestrator.rules.pass_profile import least_squares
+from orchestrator.simulate.world import EngineWorld, block_tokens_of
 from pipelinerl.errors import DataError
 from pipelinerl.observe.lines import read_journals, read_spans
 
@@ -37,6 +41,8 @@ class RunJournal:
     """Seconds of single reward calls."""
     replies_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of single replies of the environment."""
+    block_tokens: int = EngineWorld().block_tokens
+    """Of the engines' KV caches."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,38 @@ class RunRollouts:
         return self.lengths[name] + (1 + reply_tokens * (self.turns.get(name, 1) - 1) if name in self.truncated else 0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What one run has recorded."""
+
+    folder: Path
+    journal: RunJournal
+    rollouts: RunRollouts
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps but the first."""
+        return self.journal.steps[1:]
+
+    def given_tokens(self) -> tuple[float, float]:
+        """Return the tokens of a prompt, and those of an environment's reply, from what trained samples did not sample themselves."""
+        table = np.array([[step["num_samples"], self.rollouts.replies.get(step["step"], 0)] for step in self.steps], np.float64)
+        others = np.array([step["num_tokens"] - step["num_trained_tokens"] for step in self.steps], np.float64)
+        prompt, reply = least_squares(table, others)
+        return max(1.0, float(prompt)), float(reply)
+
+
+def read_run(folder: Path, until_s: float = math.inf) -> RecordedRun:
+    """Read a run, as it was at `until_s` (Unix seconds). Raises `DataError` where it has too little to learn from."""
+    journal, rollouts = read_journal(folder, until_s), read_ledger(folder, until_s)
+    if len(journal.steps) < 2 or not rollouts.lengths:
+        raise DataError(
+            f"{folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
+            " trained at least 2 steps"
+        )
+    return RecordedRun(folder, journal, rollouts)
+
+
 def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
     """Read the journals of a run, as they were at `until_s` (Unix seconds)."""
     found = RunJournal()
@@ -82,6 +120,8 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
             continue
         process = str(line.get("process", ""))
         match line["kind"]:
+            case "run":
+                found.block_tokens = block_tokens_of(line["config"]["engine"].get("options", {}))
             case "load" if process.startswith("engine-") and "num_steps" in line:
                 found.loads.setdefault(int(line["engine_id"]), []).append(line)
             case "load" if "num_scored" in line and "functions" in line:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from orchestrator.simulate.draws import Distribution, fixed
-from pipelinerl.config import Config
 
 _NOTHING, _ONE = fixed(0.0), fixed(1.0)
 _CALL_S, _REPLY_S = fixed(0.01), fixed(0.05)
@@ -47,9 +46,9 @@ class EngineWorld:
     """From the death of a process until the next one has the model loaded."""
 
 
-def block_tokens_of(config: Config) -> int:
-    """Return the tokens of a block of an engine's KV cache, as `engine.options` says, or vLLM does (16)."""
-    return int(config.engine.options.get("block_size") or EngineWorld().block_tokens)
+def block_tokens_of(options: Mapping[str, Any]) -> int:
+    """Return the tokens of a block of an engine's KV cache, as its options say, or vLLM does (16)."""
+    return int(options.get("block_size") or EngineWorld().block_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from orchestrator.ledger.ledger import Ledger
-from orchestrator.simulate.calibrated import _admit_s, _num_computed, _points, _reports, _rewards, _Run, _squares, _steps, world_of_runs
-from orchestrator.simulate.recorded import RunJournal, RunRollouts, read_ledger
+from orchestrator.simulate.calibrated import _admit_s, _rewards, world_of_runs
+from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_journal, read_ledger
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
+from orchestrator.simulate.speeds import _num_computed, _points, _reports, _squares, _steps
 from orchestrator.simulate.world import World
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
@@ -118,6 +120,22 @@ def test_a_pass_may_grow_less_with_more_sequences(tmp_path: Path):
         assert interpolate(pass_s, num) == pytest.approx(PASS_S + SEQUENCE_S * (min(num, 16) + max(0, num - 16) / 4), rel=0.07)
 
 
+def test_a_pass_with_more_sequences_takes_no_less(tmp_path: Path):
+    write_run(tmp_path / "flat", sequences=(2, 60), bend=0)
+    pass_s = [seconds for _, seconds in world_of_runs(config(), [tmp_path / "flat"]).engine.pass_s]
+    assert pass_s == sorted(pass_s)
+    assert pass_s[0] > 0
+
+
+def test_blocks_are_those_of_the_run_while_it_is_read_and_of_the_settings_afterwards(tmp_path: Path):
+    write_run(tmp_path / "run")
+    with contextlib.closing(Journal(tmp_path / "run", "launcher")) as journal:
+        journal.write("run", config=config(engine={"options": {"block_size": 64}}).model_dump(mode="json"))
+    assert read_journal(tmp_path / "run").block_tokens == 64
+    assert world_of_runs(config(), [tmp_path / "run"]).engine.block_tokens == 16
+    assert world_of_runs(config(engine={"options": {"block_size": 32}}), [tmp_path / "run"]).engine.block_tokens == 32
+
+
 def test_a_number_of_sequences_of_which_few_reports_tell_is_no_point_of_the_curve():
     """Of 30 reports, 4 tell of two sequences, 6 of three: each tells half of 2 and half of 4."""
     numbers = np.array([2.0] * 4 + [3.0] * 6 + [16.0] * 20)
@@ -166,7 +184,7 @@ def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[f
     journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
-    ((seconds, rows, *_, found, rest_s),) = _steps(_Run(Path(), journal, rollouts))
+    ((seconds, rows, *_, found, rest_s),) = _steps(RecordedRun(Path(), journal, rollouts))
     assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
 
 
@@ -235,7 +253,7 @@ def test_an_environments_replies_are_told_from_prompts():
     ]
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}}
     rollouts = RunRollouts(**empty, replies={1: 2, 2: 5, 3: 10}, rows={3: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
-    run = _Run(Path(), RunJournal(steps=steps), rollouts)
+    run = RecordedRun(Path(), RunJournal(steps=steps), rollouts)
     assert run.given_tokens() == pytest.approx((7.0, 3.0))
     step = {"step": 3, "num_samples": 16, "num_trained_tokens": 1000, "num_tokens": 1000 + 16 * 7 + 10 * 3}
     assert _num_computed(step, rollouts, 3.0) == pytest.approx(1000 + 3 * 7 + 10 * 3)
@@ -292,7 +310,8 @@ def test_the_next_turn_computes_what_is_in_no_whole_block(block_tokens: int, exp
         turns={},
         replies={1: 2, 2: 5},
     )
-    ((_, _, _, prompts, *_),) = _reports(_Run(Path(), RunJournal(loads={0: loads}, steps=steps), rollouts), block_tokens=block_tokens)
+    journal = RunJournal(loads={0: loads}, steps=steps, block_tokens=block_tokens)
+    ((_, _, _, prompts, *_),) = _reports(RecordedRun(Path(), journal, rollouts))
     assert prompts == pytest.approx(expected)
 
 

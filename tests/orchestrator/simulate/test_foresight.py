@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,46 @@ def test_errors_are_relative_for_rates_and_absolute_for_fractions():
     live = dict(zip(blind.FIGURES, (200.0, 4.0, 0.30, 0.10), strict=True))
     foretold = dict(zip(blind.FIGURES, (190.0, 4.2, 0.33, 0.08), strict=True))
     assert list(blind.errors_of(foretold, live).values()) == pytest.approx([0.05, 0.05, 0.03, 0.02])
+
+
+def test_a_case_is_held_to_the_median_of_its_tries_that_count(monkeypatch: pytest.MonkeyPatch):
+    """Rates of 100, 200 and 150 beside one that others disturbed: 150, and 0.2 off the 120 that were foretold."""
+
+    def shown(rate: float, **more: float) -> dict[str, Any]:
+        return {"case": 0, "code": "a", "live": {"tokens_per_s": rate, **dict.fromkeys(blind.FIGURES[1:], 0.5)}, **more}
+
+    record = {
+        "seed": 9,
+        "code": "a",
+        "cases": [{}, {}],
+        "forecasts": [{"tokens_per_s": 120.0, **dict.fromkeys(blind.FIGURES[1:], 0.5)}] * 2,
+    }
+    tries = [shown(100.0), shown(200.0), shown(900.0, others=0.9), shown(150.0), {"case": 1, "code": "a", "failed": "exit status 1"}]
+    monkeypatch.setattr(blind, "_tries", lambda: tries)
+    monkeypatch.setattr(blind, "_records", lambda: [record])
+    assert blind.live_of(record, 1) is None
+    ((errors,), committed) = blind.errors_by_seed()[9]
+    assert list(errors.values()) == pytest.approx([0.2, 0.0, 0.0, 0.0])
+    assert committed == [errors]
+
+
+def test_cases_are_run_in_rounds_until_each_has_three_tries_that_count(monkeypatch: pytest.MonkeyPatch):
+    def tried(case: int, **more: Any) -> dict[str, Any]:
+        return {"case": case, "code": "a", "live": {}, **more}
+
+    tries: list[dict[str, Any]] = []
+    monkeypatch.setattr(blind, "_records", lambda: [{"code": "a"}])
+    monkeypatch.setattr(blind, "_tries", lambda: tries)
+    assert blind._missing(None) == [0, 1, 2, 3]
+    tries += [tried(case) for case in range(4)]
+    assert blind._missing(None) == [4, 5, 6, 7]
+    assert blind._missing(2) == [2], "one that is asked for"
+    tries += [tried(case, drift=0.9 * (case == 5)) for case in range(4, 8)]
+    assert blind._missing(None) == [0, 1, 2, 3], "a disturbed try is one, too: others come first"
+    tries += [tried(case) for case in range(8) for _ in range(2)]
+    assert blind._missing(None) == [5], "it has two that count"
+    tries += [tried(5)]
+    assert blind._missing(None) == []
 
 
 def test_nothing_is_run_that_was_not_foretold_by_this_code_and_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

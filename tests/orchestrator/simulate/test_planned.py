@@ -74,6 +74,7 @@ def test_what_is_set_is_changed_and_says_so(world: World):
     assert other.scoring.score_s.average == 0.5
     assert (other.scoring.reply_tokens, other.reward_mean, other.likeness) == (9, 0.5, 0.5)
     assert all(other.origins[name] == "--set" for name in SETTABLE)
+    assert (other.truncated_reward_mean, other.trainer.forward_part) == (0.5, 0.5)
     assert other.engine == dataclasses.replace(world.engine, tokens_per_pass=0.5)
 
 
@@ -95,6 +96,11 @@ def test_a_simulation_that_nothing_tells_speeds_of_is_refused(settings: Config, 
         ({"gpu": "h100", "like": tmp_path}, "leave out --gpu"),
         ({"gpu": "h1000"}, "did you mean"),
         ({"gpu": "h100", "given": ["score_s=soon"]}, "no number"),
+        ({"gpu": "h100", "given": ["forward_part=-0.1"]}, "--set forward_part=-0.1: expected a number from 0 to 1: what a token without"),
+        ({"gpu": "h100", "given": ["truncated_reward_mean=50"]}, "a number from 0 to 1: the same of completions that end at their limit"),
+        ({"gpu": "h100", "given": ["likeness=nan"]}, "a number from 0 to 1"),
+        ({"gpu": "h100", "given": ["reply_s=-1"]}, "expected 0 or more: seconds of an environment's reply"),
+        ({"gpu": "h100", "given": ["turns=inf"]}, "expected 1 or more"),
     ):
         with pytest.raises(ConfigError, match=said):
             _world(settings, **{"like": None, "gpu": None, "given": [], **arguments})  # pyright: ignore[reportArgumentType]

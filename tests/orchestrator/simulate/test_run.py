@@ -100,6 +100,14 @@ def test_sequences_that_move_lose_no_token_and_no_version_falls(monkeypatch: pyt
         assert versions == sorted(versions)
 
 
+def test_sequences_move_where_only_the_growth_of_a_pass_is_known():
+    """A fit may say that a pass without a sequence takes nothing; what a prompt costs is told in passes of one."""
+    engine = dataclasses.replace(BUSY.engine, kv_tokens=500, pass_s=((0.0, 0.0), (16.0, 0.016)))
+    world = dataclasses.replace(BUSY, engine=engine, likeness=0.9, report_every_s=0.05)
+    sections = MANY | {"pipeline": {"mode": "sync"}, "trainer": {"steps": 4}}
+    assert simulate(config(**sections), world, migration=4).num_moved > 0
+
+
 def test_the_settings_have_sequences_move_as_the_argument_does():
     engine = dataclasses.replace(BUSY.engine, kv_tokens=500)
     world = dataclasses.replace(BUSY, engine=engine, likeness=0.9, report_every_s=0.05)
@@ -326,8 +334,13 @@ def test_a_prompt_that_siblings_share_is_computed_once_on_paper():
 
 @pytest.mark.parametrize(
     ("settings", "expected_s"),
-    [({}, 9.5), ({"algorithm": {"name": "reinforce_pp_baseline"}}, 14.0), ({"trainer": {"parallel": {"pipeline": 2}, "ranks": 2}}, 14.0)],
-    ids=["grpo", "centred over a step", "pipeline"],
+    [
+        ({}, 9.5),
+        ({"algorithm": {"name": "reinforce_pp_baseline"}}, 14.0),
+        ({"algorithm": {"name": "rae"}}, 14.0),
+        ({"trainer": {"parallel": {"pipeline": 2}, "ranks": 2}}, 14.0),
+    ],
+    ids=["grpo", "centred over a step", "baselines that a simulated group does not have", "pipeline"],
 )
 def test_siblings_that_are_all_right_take_a_forward_pass_alone_on_paper(settings: dict[str, Any], expected_s: float):
     """Half a second each for the 9 tokens of their row, where the method and the live trainer leave the backward pass out."""

@@ -1,0 +1,206 @@
+"""How fast engine and trainer were in recorded runs.
+
+    engine     (seconds between two reports, less those without a sequence and those of swaps)
+                   = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + s x part of the time in which the trainer worked)
+    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
+                   (1 + u x part of the trainer's time in which an engine worked)
+
+f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
+none below 0; s and u are searched from 0 to 3, v from 1/4, a forward pass beside a forward pass that is computed twice and a backward pass
+of twice its operations, to 1.
+
+One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
+coefficients are fitted to all runs together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from orchestrator.rules.pass_profile import Numbers, least_squares
+from orchestrator.simulate.recorded import RecordedRun, RunRollouts
+from orchestrator.simulate.world import EngineWorld, TrainerWorld
+from pipelinerl.errors import DataError
+
+_FEWEST_WITHOUT = 0.005
+"""Part of the tokens that must be without a gradient to tell what they take."""
+_FEWEST_REPORTS = 5
+"""Reports that must tell of a pass with a number of sequences."""
+_FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
+_SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
+
+
+def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, float, float]:
+    """Return an engine, and how much longer a pass lasts beside the trainer and beside one other engine. Raises `DataError`."""
+    table = np.array([row for run in runs for row in _reports(run)])
+    if len(table) < 3:
+        raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
+    busy_s, num_passes, num_tokens, num_prompt_tokens, context, beside_trainer, beside_engines = table.T
+    points = _points(num_tokens / num_passes)
+    reached = _near(num_tokens / num_passes, points)[:, ::-1].cumsum(1)[:, ::-1]  # how far each number is beyond the point before each
+    parts = np.column_stack([reached * num_passes[:, None], num_prompt_tokens, context])
+    _, coefficients, (by_trainer, by_engine) = _fit(busy_s, parts, np.column_stack([beside_trainer, beside_engines]))
+    *rises, prompt_s, context_s = coefficients.tolist()
+    kv = [
+        load["num_running"] * (run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
+        for run in runs
+        for loads in run.journal.loads.values()
+        for load in loads
+        if (load.get("kv_used") or 0) > 0.05 and load["num_running"]
+    ]
+    world = EngineWorld(
+        pass_s=tuple(zip(points, itertools.accumulate(rises), strict=True)),
+        prefill_token_s=prompt_s,
+        kv_token_s=context_s,
+        kv_tokens=statistics.median(kv) if kv else float("inf"),
+    )
+    return world, by_trainer, by_engine
+
+
+def _points(num_sequences: Numbers) -> list[float]:
+    """Return the numbers of sequences between which a pass's seconds are linear: 0 and those powers of two of which enough reports tell."""
+    points = [0.0, *(2.0**power for power in range(math.ceil(math.log2(max(2.0, num_sequences.max()))) + 1))]
+    while len(points) > 2:
+        told = _near(num_sequences, points).sum(0)[1:-1]
+        if told.min() >= _FEWEST_REPORTS:
+            break
+        del points[1 + int(told.argmin())]
+    return points
+
+
+def _near(num_sequences: Numbers, points: list[float]) -> Numbers:
+    """Return the weight of each point in the value at each number, where it is linear between two points: [numbers, points]."""
+    return np.column_stack([np.interp(num_sequences, points, one) for one in np.eye(len(points))])
+
+
+def _reports(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float]]:
+    """Yield what lies between two reports of an engine.
+
+    Each is (seconds with sequences, passes, sampled tokens, prompt tokens, tokens of context that passes read, part of the seconds beside
+    the trainer, other engines beside them).
+    """
+    journal = run.journal
+    prompt_tokens, reply_tokens = run.given_tokens()
+    part = journal.block_tokens / 2  # of a block, which no cache is found for
+    written = prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2
+    resumed_tokens = reply_tokens + (written if written < journal.block_tokens else part)
+    first_s = journal.steps[0]["t"]
+    for engine_id, loads in journal.loads.items():
+        asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
+        groups = [group for _, group in run.rollouts.issued.get(engine_id, [])]
+        resumed = np.array(run.rollouts.resumed.get(engine_id, []))
+        swaps = [swap for swap in journal.swaps if swap["engine_id"] == engine_id]
+        for before, after in itertools.pairwise(loads):
+            num_passes, start, end = after["num_steps"] - before["num_steps"], before["t"], after["t"]
+            if num_passes < 3 or start < first_s:
+                continue
+            busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(swap["pause_s"] for swap in swaps if start < swap["t"] <= end)
+            low, high = np.searchsorted(asked, (start, end))
+            num_prompts = len(set(groups[low:high]))
+            prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, part)
+            prompts += resumed_tokens * float(np.diff(np.searchsorted(resumed, (start, end)))[0])
+            prompts += sum(swap["num_recomputed_tokens"] for swap in swaps if start < swap["t"] <= end)
+            own = within(journal.passes.get(engine_id, ()), start, end) or [(start, end)]
+            beside = _overlap(journal.work, own)
+            others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
+            context = after.get("num_context_tokens", 0) - before.get("num_context_tokens", 0)
+            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, beside, others
+
+
+def within(spans: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    """Return the parts of some spans between two moments."""
+    return [(max(start, since), min(end, until)) for since, until in spans if since < end and until > start]
+
+
+def _overlap(work: Sequence[tuple[float, float]], stretches: Sequence[tuple[float, float]]) -> float:
+    """Return the part of some stretches that spans cover."""
+    covered_s = sum(max(0.0, min(end, until) - max(start, since)) for start, end in stretches for since, until in work)
+    return covered_s / sum(end - start for start, end in stretches)
+
+
+def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[float, Numbers, tuple[float, ...]]:
+    """Fit seconds = (parts @ coefficients) * (1 + beside @ slowdowns); return the error and both. A column of `beside` that never varies
+    has none.
+    """
+    varies = [column.std() > 0.02 for column in beside.T]
+    grids = [_SLOWDOWNS if one else np.zeros(1) for one in varies]
+    best: tuple[float, Numbers, tuple[float, ...]] | None = None
+    for slowdowns in itertools.product(*grids):
+        factor = 1 + beside @ np.array(slowdowns)
+        coefficients = least_squares(parts * factor[:, None], seconds)
+        error = float(np.square((parts @ coefficients) * factor - seconds).sum()) * (1 + 1e-3 * float(sum(slowdowns)))
+        if best is None or error < best[0]:
+            best = error, coefficients, tuple(float(one) for one in slowdowns)
+    assert best is not None
+    return best
+
+
+def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, float]:
+    """Return the trainer, and how much longer it works beside one engine. Raises `DataError`."""
+    table = np.array([row for run in runs for row in _steps(run)])
+    if not len(table):
+        raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
+    seconds, num_rows, num_computed, squares, without, beside, rest_s = table.T
+    fits: dict[float, tuple[float, Numbers, tuple[float, ...]]] = {}
+    for part in _FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0]:
+        computed = 1 - (1 - part) * without
+        fits[part] = _fit(seconds, np.column_stack([num_rows, num_computed * computed, squares * computed]), beside[:, None])
+    forward_part = min(fits, key=lambda part: fits[part][0])
+    _, (row_s, token_s, square_s), (slowed,) = fits[forward_part]
+    saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
+    world = TrainerWorld(
+        row_s=float(row_s),
+        token_s=float(token_s),
+        square_s=float(square_s),
+        forward_part=forward_part,
+        step_s=max(0.0, float(rest_s.mean())) / (1 + slowed * float(beside.mean())),
+        checkpoint_s=statistics.median(saved) if saved else 0.0,
+    )
+    return world, slowed
+
+
+def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float]]:
+    """Yield what each step but the first took.
+
+    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, engines that worked beside
+    the trainer, seconds of the rest).
+    """
+    prompt_tokens, reply_tokens = run.given_tokens()
+    for before, after in itertools.pairwise(run.journal.steps):
+        seconds = after["trainer"].get("forward_backward_s")
+        if seconds is None or after["t"] <= before["t"]:
+            continue
+        work = within(run.journal.work, before["t"], after["t"])
+        beside = sum(_overlap(passes, work) for passes in run.journal.passes.values()) if work else 0.0
+        apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
+        without = after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
+        num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
+        num_computed = _num_computed(after, rollouts, reply_tokens)
+        squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
+        yield seconds, num_rows, num_computed, squares, without, beside, after["t"] - before["t"] - apart
+
+
+def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
+    """Return the tokens that the trainer computes in a step: a prompt once for the siblings of a row, and groups are cut by rows' ends."""
+    replied = reply_tokens * rollouts.replies.get(step["step"], 0)
+    given = step["num_tokens"] - step["num_trained_tokens"] - replied
+    return float(step["num_trained_tokens"] + replied + given * _num_prompts(step, rollouts) / step["num_samples"])
+
+
+def _squares(step: dict[str, Any], rollouts: RunRollouts, prompt_tokens: float, reply_tokens: float) -> float:
+    """Return the sum of the squares of a step's samples, that of a prompt once for the siblings of a row."""
+    names = rollouts.trained.get(step["step"], ())
+    sizes = [prompt_tokens + rollouts.lengths.get(name, 0) + reply_tokens * (rollouts.turns.get(name, 1) - 1) for name in names]
+    return sum(size**2 for size in sizes) - (step["num_samples"] - _num_prompts(step, rollouts)) * prompt_tokens**2
+
+
+def _num_prompts(step: dict[str, Any], rollouts: RunRollouts) -> int:
+    """Return the prompts that the trainer computes in a step."""
+    groups = 1 + (step["num_samples"] - 1) // rollouts.group_size
+    return min(step["num_samples"], groups + rollouts.rows.get(step["step"], 1) - 1)
