@@ -15,7 +15,7 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.simulate.books import Books
 from orchestrator.simulate.rollouts import column
 from orchestrator.simulate.trainer import Trainer
-from pipelinerl.algorithms.advantage import group_advantages, keeps_group
+from pipelinerl.algorithms.advantage import group_advantages, keeps_group, step_advantages
 from pipelinerl.algorithms.advantage.outcome import ScoredGroup
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.algorithms.rules import spec_of
@@ -26,29 +26,38 @@ from pipelinerl.errors import Stalled
 from pipelinerl.messages import Float32, Mask, Sample, ScoredTrajectory, TerminalStatus
 
 
-class MethodFilter:
-    """The method's filter decides which groups train. Advantages are 1 for all of a sample that the trainer computes a backward pass for,
-    0 for one without any gradient: nothing else is done with them.
+class SimulatedAdvantages:
+    """In place of the live `MethodAdvantages`: the method's filter decides which groups train, and an advantage is 1 for all tokens of a
+    sample that the trainer computes a backward pass for, 0 for one without any gradient. Nothing else is done with them.
     """
 
     def __init__(self, config: Config, *, forward_part: float) -> None:
         """`forward_part` is the trainer's; at 1 nobody asks what has a gradient."""
         self._method, self._correct_reward = method_of(config), config.algorithm.correct_reward
-        is_own = spec_of("advantage", self._method.advantage.name).is_own  # what a user's function says is not computed here
         is_split = gradient_needs_advantage(self._method) and config.trainer.layout.pipeline == 1
-        self._tells_gradients = forward_part < 1 and is_split and not is_own and self._method.batch.name == "none"
+        is_own = spec_of("advantage", self._method.advantage.name).is_own  # what a user's function says is not computed here
+        self._tells_gradients = forward_part < 1 and is_split and not is_own and self._keeps_zeros()
 
     def __call__(self, siblings: Siblings) -> list[Float32] | Filtered:
         """`rules.batch.GroupAdvantages`."""
-        members = sampled_of(siblings)
-        rewards = np.array([member.score.reward or 0.0 for member in members], np.float64)
-        lengths = np.array([member.trajectory.num_trained_tokens for member in members], np.int64)
-        group = ScoredGroup(rewards=rewards, lengths=lengths, correct=rewards >= self._correct_reward)
-        has_gradient = self._has_gradient(group).tolist()
-        columns = [column(float(one), member.trajectory.num_tokens) for member, one in zip(members, has_gradient, strict=True)]
-        if keeps_group(group, method=self._method):
-            return columns
-        return Filtered(reason=self._method.group_filter.name, advantages=columns)
+        group, columns = self._group(siblings), self._columns(siblings)
+        return columns if keeps_group(group, method=self._method) else Filtered(reason=self._method.group_filter.name, advantages=columns)
+
+    def step_rules(self, rules: StepRules) -> StepRules:
+        """Return a method's rules with these advantages in place of those of a whole step."""
+        return rules if rules.step_advantages is None else dataclasses.replace(rules, step_advantages=self._over_step)
+
+    def _over_step(self, groups: Sequence[Siblings]) -> list[list[Float32]]:
+        return [self._columns(siblings) for siblings in groups]
+
+    def _columns(self, siblings: Siblings) -> list[Float32]:
+        has_gradient = self._has_gradient(self._group(siblings)).tolist()
+        return [column(float(one), member.trajectory.num_tokens) for member, one in zip(sampled_of(siblings), has_gradient, strict=True)]
+
+    def _group(self, siblings: Siblings) -> ScoredGroup:
+        rewards = np.array([member.score.reward or 0.0 for member in sampled_of(siblings)], np.float64)
+        lengths = np.array([member.trajectory.num_trained_tokens for member in sampled_of(siblings)], np.int64)
+        return ScoredGroup(rewards=rewards, lengths=lengths, correct=rewards >= self._correct_reward)
 
     def _has_gradient(self, group: ScoredGroup) -> Mask:
         if self._tells_gradients:
@@ -58,14 +67,11 @@ class MethodFilter:
                 self._tells_gradients = False
         return np.ones(len(group.rewards), np.bool_)
 
-
-def step_rules_of(rules: StepRules) -> StepRules:
-    """Return a method's rules with ones in place of the advantages of a whole step."""
-    return rules if rules.step_advantages is None else dataclasses.replace(rules, step_advantages=_ones)
-
-
-def _ones(groups: Sequence[Siblings]) -> list[list[Float32]]:
-    return [[column(1.0, member.trajectory.num_tokens) for member in sampled_of(siblings)] for siblings in groups]
+    def _keeps_zeros(self) -> bool:
+        """Return whether the method's rule over a step leaves a group's zeros as they are: one that scales does, one that centres not."""
+        groups = [ScoredGroup(rewards=np.array([0.0, right]), lengths=np.array([1, 1], np.int64)) for right in (0.0, 1.0)]
+        flat, _ = step_advantages([np.zeros(2), np.array([0.0, 1.0])], groups, method=self._method)
+        return not np.any(flat)
 
 
 class Batching:

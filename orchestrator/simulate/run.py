@@ -19,7 +19,7 @@ from orchestrator.rules.grouping import Grouping
 from orchestrator.rules.lengths import Lengths
 from orchestrator.rules.roles import Change
 from orchestrator.simulate.alternation import Alternation
-from orchestrator.simulate.batching import Batching, MethodFilter, step_rules_of
+from orchestrator.simulate.batching import Batching, SimulatedAdvantages
 from orchestrator.simulate.books import Books
 from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.engine import SimulatedEngine
@@ -126,14 +126,15 @@ class _Run:
         self.slots = Slots(events, num_slots=config.scorer.slots)
         self.generation = self._generation()
         self.scoring = self._scoring()
+        advantages = SimulatedAdvantages(config, forward_part=world.trainer.forward_part)
         self.batching = Batching(
             grouping=Grouping(group_size=self.num_siblings),
             cut=BatchCut(
                 groups_per_step=config.batch.groups_per_step,
                 max_staleness=schedule.max_staleness,
                 min_group_size=config.batch.min_group_size,
-                group_advantages=MethodFilter(config, forward_part=world.trainer.forward_part),
-                rules=step_rules_of(rules),
+                group_advantages=advantages,
+                rules=advantages.step_rules(rules),
             ),
             packing=Packing[Sample](max_tokens=config.batch.max_tokens, num_replicas=config.trainer.layout.replicas),
             admission=self.admission,

@@ -196,6 +196,8 @@ def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: flo
 def _squares(step: dict[str, Any], rollouts: RunRollouts, prompt_tokens: float, reply_tokens: float) -> float:
     """Return the sum of the squares of a step's samples, that of a prompt once for the siblings of a row."""
     names = rollouts.trained.get(step["step"], ())
+    if not names:
+        return 0.0
     sizes = [prompt_tokens + rollouts.lengths.get(name, 0) + reply_tokens * (rollouts.turns.get(name, 1) - 1) for name in names]
     return sum(size**2 for size in sizes) - (step["num_samples"] - _num_prompts(step, rollouts)) * prompt_tokens**2
 

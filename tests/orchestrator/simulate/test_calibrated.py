@@ -15,7 +15,7 @@ from orchestrator.simulate.calibrated import _admit_s, _rewards, world_of_runs
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_journal, read_ledger
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
-from orchestrator.simulate.speeds import _num_computed, _points, _reports, _squares, _steps
+from orchestrator.simulate.speeds import _num_computed, _points, _reports, _squares, _steps, trainer_of_runs
 from orchestrator.simulate.world import World
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
@@ -242,6 +242,23 @@ def test_squares_are_of_whole_samples_and_a_shared_prompt_counts_once():
     names = {"lengths": {"0/0": 5, "0/1": 9, "1/0": 70}, "turns": {"0/0": 1, "0/1": 2}, "trained": {3: ["0/0", "0/1"]}}
     rollouts = RunRollouts(**empty, **names, rows={3: 1}, group_size=2, num_scored=0, num_failed=0, num_hopeless=0)
     assert _squares({"step": 3, "num_samples": 2}, rollouts, 7.0, 3.0) == pytest.approx(144 + 361 - 49)
+
+
+def test_long_samples_take_more_for_each_of_their_tokens():
+    """Steps of four samples, all as long and each of a group of its own, 30 to 246 tokens with prompts of 7."""
+    steps, lengths, trained = [one_step(step=0, t=0.0)], dict[str, int](), dict[int, list[str]]()
+    for step in range(1, 20):
+        length = 11 + 12 * step
+        names = trained[step] = [f"{4 * step + number}/0" for number in range(4)]
+        lengths |= dict.fromkeys(names, length)
+        seconds = 4 * (1e-5 * (7 + length) + 1e-8 * (7 + length) ** 2)
+        counts = {"num_samples": 4, "num_trained_tokens": 4 * length, "num_tokens": 4 * (7 + length)}
+        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": seconds, "wait_s": 0.5}})
+    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}}
+    rollouts = RunRollouts(**empty, lengths=lengths, trained=trained, group_size=1, num_scored=0, num_failed=0, num_hopeless=0)
+    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps), rollouts)])
+    assert (trainer.token_s, trainer.square_s) == pytest.approx((1e-5, 1e-8), rel=1e-3)
+    assert trainer.forward_part == 1.0, "nothing told of tokens without a gradient"
 
 
 def test_an_environments_replies_are_told_from_prompts():

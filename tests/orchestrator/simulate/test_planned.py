@@ -68,6 +68,11 @@ def test_lengths_are_even_as_in_a_plan_until_a_spread_is_given(settings: Config)
     assert spread.lengths == Distribution(kind="lognormal", mean=300.0, cv=1.2)
 
 
+def test_blocks_of_the_kv_cache_are_those_of_the_engines_options():
+    assert world_of_plan(planned(engine={"options": {"block_size": 32}}), gpu="h100", given=GIVEN).engine.block_tokens == 32
+    assert world_of_plan(planned(), gpu="h100", given=GIVEN).engine.block_tokens == 16
+
+
 def test_what_is_set_is_changed_and_says_so(world: World):
     given = dict.fromkeys(SETTABLE, 0.5) | {"reply_tokens": 9.0}
     other = changed(world, given)

@@ -336,11 +336,12 @@ def test_a_prompt_that_siblings_share_is_computed_once_on_paper():
     ("settings", "expected_s"),
     [
         ({}, 9.5),
-        ({"algorithm": {"name": "reinforce_pp_baseline"}}, 14.0),
+        ({"algorithm": {"name": "grpo_batch_std"}}, 9.5),
+        ({"algorithm": {"name": "grpo", "overrides": {"batch": "whiten_sequences"}}}, 14.0),
         ({"algorithm": {"name": "rae"}}, 14.0),
         ({"trainer": {"parallel": {"pipeline": 2}, "ranks": 2}}, 14.0),
     ],
-    ids=["grpo", "centred over a step", "baselines that a simulated group does not have", "pipeline"],
+    ids=["grpo", "scaled over a step", "centred over a step", "baselines that a simulated group does not have", "pipeline"],
 )
 def test_siblings_that_are_all_right_take_a_forward_pass_alone_on_paper(settings: dict[str, Any], expected_s: float):
     """Half a second each for the 9 tokens of their row, where the method and the live trainer leave the backward pass out."""
