@@ -45,9 +45,8 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
     runs = [read_run(folder, until_s) for folder in run_folders]
     first, *_ = runs
     prompt_tokens, reply_tokens = first.given_tokens()
-    engine, beside_trainer, beside_engine = engine_of_runs(runs)
-    trainer, slowed = trainer_of_runs(runs)
-    slowdowns = {"engine/trainer": beside_trainer, "engine/engine": beside_engine, "trainer/engine": slowed}
+    engine, of_engine = engine_of_runs(runs)
+    trainer, of_trainer = trainer_of_runs(runs)
     mean, truncated_mean, spread = _rewards(first.rollouts)
     origin, speeds = f"run {first.folder.name}", " and ".join(f"run {run.folder.name}" for run in runs)
     return World(
@@ -62,7 +61,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
         reward_mean=mean,
         truncated_reward_mean=truncated_mean,
         reward_spread=spread,
-        slowdowns={key: value for key, value in slowdowns.items() if value > 0},
+        slowdowns={key: value for key, value in (of_engine | of_trainer).items() if value > 0},
         origins={**dict.fromkeys(("engine", "trainer"), speeds), **dict.fromkeys(("sync", "scoring", "lengths", "rewards"), origin)},
     )
 

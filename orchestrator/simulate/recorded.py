@@ -37,6 +37,8 @@ class RunJournal:
     """(start, end) of the trainer's work."""
     passes: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
     """(start, end) of each engine's passes without a break."""
+    prm_work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """(start, end) of the process reward models' work."""
     calls_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of single reward calls."""
     replies_s: list[float] = dataclasses.field(default_factory=list)
@@ -114,7 +116,7 @@ def read_run(folder: Path, until_s: float = math.inf) -> RecordedRun:
 
 def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
     """Read the journals of a run, as they were at `until_s` (Unix seconds)."""
-    found = RunJournal()
+    found, prm_lanes = RunJournal(), set[str]()
     for line in read_journals(run_folder):
         if line["t"] > until_s:
             continue
@@ -128,6 +130,7 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
                 found.scorer = line
             case "load" if "num_trace_tokens" in line:
                 found.prm = line
+                prm_lanes.add(process)
             case "step":
                 found.steps.append(line)
             case "swap":
@@ -143,6 +146,8 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
             found.work.append((span.start, span.end))
         elif span.name == "forward":
             found.passes.setdefault(int(span.lane.partition("-")[2]), []).append((span.start, span.end))
+        elif span.lane in prm_lanes:
+            found.prm_work.append((span.start, span.end))
         elif span.name == "score" and span.count == 1:
             (found.replies_s if "/reply/" in span.lane else found.calls_s).append(span.end - span.start)
     return found

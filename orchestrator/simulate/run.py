@@ -123,7 +123,7 @@ class _Run:
         """Of engines that are not as those that the run begins with, and their slots."""
         self.engines = [self._engine(number) for number in range(config.engine.count)]
         self.trainer = self._trainer(holds_batches=schedule.holds_batches)
-        self.slots = Slots(events, num_slots=config.scorer.slots)
+        self.slots = Slots(self.cores, kind="scorer", num_slots=config.scorer.slots)
         self.generation = self._generation()
         self.scoring = self._scoring()
         advantages = SimulatedAdvantages(config, forward_part=world.trainer.forward_part)
@@ -220,7 +220,7 @@ class _Run:
             books=self.books,
             waits=self.waits,
             num_prompts=config.data.limit or world.num_prompts,
-            replies=Slots(self.events, num_slots=num_calls) if has_environment else None,
+            replies=Slots(self.cores, kind="environment", num_slots=num_calls) if has_environment else None,
             admit_s=world.admit_s,
             dispatch=dispatch_of(config, num_siblings=self.num_siblings),
             group_cut=group_cut_of(config, num_siblings=self.num_siblings),
@@ -239,7 +239,7 @@ class _Run:
             self.events,
             world=self.world.scoring,
             slots=self.slots,
-            prm=Slots(self.events, num_slots=config.prm.count) if config.prm.is_used else None,
+            prm=Slots(self.cores, kind="prm", num_slots=config.prm.count) if config.prm.is_used else None,
             stopping=stopping,
             comparing=Grouping(group_size=self.num_siblings) if config.compares_siblings else None,
             min_group_size=config.batch.min_group_size,

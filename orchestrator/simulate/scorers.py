@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import collections
 
-from orchestrator.simulate.events import Act, Events
+from orchestrator.simulate.cores import Cores
+from orchestrator.simulate.events import Act
 
 
 class Slots:
     """So many calls at once; the others wait."""
 
-    def __init__(self, events: Events, *, num_slots: int) -> None:
+    def __init__(self, cores: Cores, *, kind: str, num_slots: int) -> None:
+        """`kind` is that of its calls among the jobs that share `cores`."""
         self.num_running = 0
         self.num_done = 0
         self.busy_s = 0.0
         """Seconds of calls that ended, summed over slots."""
         self.slowness = 1.0
         """Factor on the seconds of calls that begin now."""
-        self._events = events
+        self._cores, self._kind = cores, kind
         self.num_slots = num_slots
         """It may change; calls under way go on."""
         self._waiting: collections.deque[tuple[float, Act]] = collections.deque()
@@ -36,7 +38,7 @@ class Slots:
             seconds, act = self._waiting.popleft()
             self.num_running += 1
             lasts_s = seconds * self.slowness
-            self._events.after(lasts_s, lambda lasts_s=lasts_s, act=act: self._end(lasts_s, act))
+            self._cores.start(self._kind, lasts_s, lambda lasts_s=lasts_s, act=act: self._end(lasts_s, act))
 
     def _end(self, lasts_s: float, act: Act) -> None:
         self.num_running -= 1

@@ -1,13 +1,15 @@
 """How fast engine and trainer were in recorded runs.
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
-                   = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + s x part of the time in which the trainer worked)
+                   = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + sum of s x part of the time in which another worked)
     trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
-                   (1 + u x part of the trainer's time in which an engine worked)
+                   (1 + sum of u x part of the trainer's time in which another worked)
+
+Others are the trainer, engines and process reward models, each with an s and a u of its own.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
-none below 0; s and u are searched from 0 to 3, v from 1/4, a forward pass beside a forward pass that is computed twice and a backward pass
-of twice its operations, to 1.
+none below 0. s and u are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass that
+is computed twice and a backward pass of twice its operations, to 1.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
 coefficients are fitted to all runs together.
@@ -34,18 +36,20 @@ _FEWEST_REPORTS = 5
 """Reports that must tell of a pass with a number of sequences."""
 _FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
+_LEAST_SPREAD = 0.02
+"""Standard deviation that the number of others at work must have to tell what they slow down."""
 
 
-def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, float, float]:
-    """Return an engine, and how much longer a pass lasts beside the trainer and beside one other engine. Raises `DataError`."""
+def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, dict[str, float]]:
+    """Return an engine, and how much longer a pass lasts beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
     table = np.array([row for run in runs for row in _reports(run)])
     if len(table) < 3:
         raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
-    busy_s, num_passes, num_tokens, num_prompt_tokens, context, beside_trainer, beside_engines = table.T
+    busy_s, num_passes, num_tokens, num_prompt_tokens, context, *beside = table.T
     points = _points(num_tokens / num_passes)
     reached = _near(num_tokens / num_passes, points)[:, ::-1].cumsum(1)[:, ::-1]  # how far each number is beyond the point before each
     parts = np.column_stack([reached * num_passes[:, None], num_prompt_tokens, context])
-    _, coefficients, (by_trainer, by_engine) = _fit(busy_s, parts, np.column_stack([beside_trainer, beside_engines]))
+    _, coefficients, slowdowns = _fit(busy_s, parts, np.column_stack(beside))
     *rises, prompt_s, context_s = coefficients.tolist()
     kv = [
         load["num_running"] * (run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
@@ -60,7 +64,7 @@ def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, float, flo
         kv_token_s=context_s,
         kv_tokens=statistics.median(kv) if kv else float("inf"),
     )
-    return world, by_trainer, by_engine
+    return world, dict(zip(("engine/trainer", "engine/engine", "engine/prm"), slowdowns, strict=True))
 
 
 def _points(num_sequences: Numbers) -> list[float]:
@@ -79,11 +83,11 @@ def _near(num_sequences: Numbers, points: list[float]) -> Numbers:
     return np.column_stack([np.interp(num_sequences, points, one) for one in np.eye(len(points))])
 
 
-def _reports(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float]]:
+def _reports(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float]]:
     """Yield what lies between two reports of an engine.
 
-    Each is (seconds with sequences, passes, sampled tokens, prompt tokens, tokens of context that passes read, part of the seconds beside
-    the trainer, other engines beside them).
+    Each is (seconds with sequences, passes, sampled tokens, prompt tokens, tokens of context that passes read, and how many trainers, other
+    engines and process reward models worked beside them).
     """
     journal = run.journal
     prompt_tokens, reply_tokens = run.given_tokens()
@@ -107,10 +111,10 @@ def _reports(run: RecordedRun) -> Iterator[tuple[float, float, float, float, flo
             prompts += resumed_tokens * float(np.diff(np.searchsorted(resumed, (start, end)))[0])
             prompts += sum(swap["num_recomputed_tokens"] for swap in swaps if start < swap["t"] <= end)
             own = within(journal.passes.get(engine_id, ()), start, end) or [(start, end)]
-            beside = _overlap(journal.work, own)
             others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
             context = after.get("num_context_tokens", 0) - before.get("num_context_tokens", 0)
-            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, beside, others
+            beside = _overlap(journal.work, own), others, _overlap(journal.prm_work, own)
+            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, *beside
 
 
 def within(spans: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
@@ -128,48 +132,53 @@ def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[float, Numb
     """Fit seconds = (parts @ coefficients) * (1 + beside @ slowdowns); return the error and both. A column of `beside` that never varies
     has none.
     """
-    varies = [column.std() > 0.02 for column in beside.T]
-    grids = [_SLOWDOWNS if one else np.zeros(1) for one in varies]
-    best: tuple[float, Numbers, tuple[float, ...]] | None = None
-    for slowdowns in itertools.product(*grids):
-        factor = 1 + beside @ np.array(slowdowns)
-        coefficients = least_squares(parts * factor[:, None], seconds)
-        error = float(np.square((parts @ coefficients) * factor - seconds).sum()) * (1 + 1e-3 * float(sum(slowdowns)))
-        if best is None or error < best[0]:
-            best = error, coefficients, tuple(float(one) for one in slowdowns)
-    assert best is not None
-    return best
+    grids = [_SLOWDOWNS if column.std() > _LEAST_SPREAD else np.zeros(1) for column in beside.T]
+    slowdowns, coefficients, least = np.zeros(len(grids)), np.zeros(parts.shape[1]), math.inf
+    while True:
+        before = slowdowns
+        for one, grid in enumerate(grids):
+            for much in grid:
+                tried = slowdowns.copy()
+                tried[one] = much
+                factor = 1 + beside @ tried
+                found = least_squares(parts * factor[:, None], seconds)
+                error = float(np.square((parts @ found) * factor - seconds).sum()) * (1 + 1e-3 * float(tried.sum()))
+                if error < least:
+                    least, coefficients, slowdowns = error, found, tried
+        if np.array_equal(slowdowns, before):
+            return least, coefficients, tuple(slowdowns.tolist())
 
 
-def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, float]:
-    """Return the trainer, and how much longer it works beside one engine. Raises `DataError`."""
+def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str, float]]:
+    """Return the trainer, and how much longer it works beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
     table = np.array([row for run in runs for row in _steps(run)])
     if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    seconds, num_rows, num_computed, squares, without, beside, rest_s = table.T
+    seconds, num_rows, num_computed, squares, without, rest_s, *others = table.T
+    beside = np.column_stack(others)
     fits: dict[float, tuple[float, Numbers, tuple[float, ...]]] = {}
     for part in _FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0]:
         computed = 1 - (1 - part) * without
-        fits[part] = _fit(seconds, np.column_stack([num_rows, num_computed * computed, squares * computed]), beside[:, None])
+        fits[part] = _fit(seconds, np.column_stack([num_rows, num_computed * computed, squares * computed]), beside)
     forward_part = min(fits, key=lambda part: fits[part][0])
-    _, (row_s, token_s, square_s), (slowed,) = fits[forward_part]
+    _, (row_s, token_s, square_s), slowdowns = fits[forward_part]
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
         row_s=float(row_s),
         token_s=float(token_s),
         square_s=float(square_s),
         forward_part=forward_part,
-        step_s=max(0.0, float(rest_s.mean())) / (1 + slowed * float(beside.mean())),
+        step_s=max(0.0, float(rest_s.mean())) / (1 + float(beside.mean(0) @ slowdowns)),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
-    return world, slowed
+    return world, dict(zip(("trainer/engine", "trainer/prm"), slowdowns, strict=True))
 
 
-def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float]]:
+def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float]]:
     """Yield what each step but the first took.
 
-    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, engines that worked beside
-    the trainer, seconds of the rest).
+    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, seconds of the rest, and how
+    many engines and process reward models worked beside the trainer).
     """
     prompt_tokens, reply_tokens = run.given_tokens()
     for before, after in itertools.pairwise(run.journal.steps):
@@ -177,13 +186,14 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
         if seconds is None or after["t"] <= before["t"]:
             continue
         work = within(run.journal.work, before["t"], after["t"])
-        beside = sum(_overlap(passes, work) for passes in run.journal.passes.values()) if work else 0.0
+        others = [*run.journal.passes.values(), run.journal.prm_work]
+        *engines, prm = [_overlap(one, work) if work else 0.0 for one in others]
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
         without = after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
         num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
         num_computed = _num_computed(after, rollouts, reply_tokens)
         squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
-        yield seconds, num_rows, num_computed, squares, without, beside, after["t"] - before["t"] - apart
+        yield seconds, num_rows, num_computed, squares, without, after["t"] - before["t"] - apart, sum(engines), prm
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:

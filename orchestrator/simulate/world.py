@@ -153,7 +153,7 @@ class World:
     num_prompts: int = 1 << 40
     """Rows of the source."""
     slowdowns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """How much longer work lasts beside other work, by `kind/other`, of engine and trainer; see `cores`. Empty: own devices."""
+    """How much longer work lasts beside other work, by `kind/other`, of engine, trainer and prm; see `cores`. Empty: own devices."""
     report_every_s: float = 1.0
     """Seconds between two reports of an engine's gauges, which adaptive concurrency follows."""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -96,8 +96,7 @@ def calibrate(until_s: float) -> None:
     """Make the runs that forecasts learn from, between two control runs; all are forgotten where these are too far apart."""
     *others, record = _records()
     controls = [cases.control()]
-    for case in record["cases"]:
-        cases.calibrate(case, until_s=until_s)
+    cases.calibrate(record["cases"], until_s=until_s)
     controls.append(cases.control())
     if drift(controls, record["controls"] + controls) > MOST_DRIFT:
         cases.forget_learned()

@@ -27,8 +27,12 @@ FORWARD_PART, LONGEST, CONTEXT_S = 0.4, 32, 1e-6
 NUM_STEPS, PROMPT = 12, 6
 
 
-def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed: int = 0, bend: int = 1000) -> None:
+def write_run(
+    folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed: int = 0, bend: int = 1000, beside_prm: tuple[float, float] = (0, 0)
+) -> None:
     """One engine and a trainer that works every other second: then a pass takes 1.5 times as long.
+
+    With `beside_prm`, a process reward model works in two of three seconds: a pass, and the trainer, last longer by that part beside it.
 
     The engine has between `sequences[0]` and `sequences[1]` - 1 of them, and computes so many tokens anew at each swap. Sequences beyond
     `bend` take a quarter of what the others add to a pass.
@@ -39,14 +43,17 @@ def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed:
     trainer, scorer, run = (Journal(folder, name, clock=lambda: now[0]) for name in ("trainer-0", "scorer-0", "orchestrator"))
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.begin({}, now_s=0.0, unix_s=1000.0)
+    prm = Journal(folder, "scorer-1", clock=lambda: now[0])
     passes = tokens = context = busy_s = 0.0
     for second in range(2 * NUM_STEPS + 4):
         is_working = second % 2 == 1
         num = int(chance.integers(*sequences))
         anew_s, read = PREFILL_S * recomputed * is_working, num * int(chance.integers(20, 800))
         pass_s = PASS_S + SEQUENCE_S * (min(num, bend) + 0.25 * max(0, num - bend)) + CONTEXT_S * read
-        done = round((0.8 - anew_s) / (pass_s * (1 + SLOWER * is_working)))
-        spent_s = done * pass_s * (1 + SLOWER * is_working) + anew_s * (1 + SLOWER * is_working)
+        asks_prm = any(beside_prm) and second % 3 > 0
+        slower = 1 + SLOWER * is_working + beside_prm[0] * asks_prm
+        done = round((0.8 - anew_s) / (pass_s * slower))
+        spent_s = (done * pass_s + anew_s) * slower
         now[0] += 1.0
         passes, tokens, context, busy_s = passes + done, tokens + done * num, context + done * read, busy_s + spent_s
         idle_s = second + 1 - busy_s
@@ -55,16 +62,22 @@ def write_run(folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed:
         engine.span("engine-0", "forward", start=now[0] - 1.0, end=now[0] - 0.2)
         if is_working:
             trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0] - 0.2)
-            write_step(run, ledger, step=second // 2, chance=chance, now_s=now[0] - 1000, recomputed=recomputed)
+            slower = 1 + beside_prm[1] * asks_prm
+            write_step(run, ledger, step=second // 2, chance=chance, now_s=now[0] - 1000, recomputed=recomputed, slower=slower)
         scorer.span("scorer-0/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.25)
         scorer.span("scorer-0/reply/slot-0", "score", start=now[0] - 0.5, end=now[0] - 0.375)
-    for journal in (engine, trainer, scorer, run):
+        if asks_prm:
+            prm.span("scorer-1", "score", start=now[0] - 1.0, end=now[0] - 0.2)
+            prm.write("load", prm_id=1, num_trace_tokens=1000 * second, busy_s=0.1 * second)
+    for journal in (engine, trainer, scorer, prm, run):
         journal.close()
     ledger.finish("finished", now_s=now[0] - 1000)
     ledger.close()
 
 
-def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Generator, now_s: float, recomputed: int) -> None:
+def write_step(
+    run: Journal, ledger: Ledger, *, step: int, chance: np.random.Generator, now_s: float, recomputed: int, slower: float
+) -> None:
     lengths = [max(1, int(chance.integers(4, 9)) * (1 + 3 * (step % 2))) for _ in range(2)]
     prompt = Prompt(prompt_id=f"0:{step}", text="", token_ids=np.ones(PROMPT, np.int32))
     names = ledger.admit(step, prompt, group_size=2, position=(0, step), now_s=now_s)
@@ -92,7 +105,7 @@ def write_step(run: Journal, ledger: Ledger, *, step: int, chance: np.random.Gen
     ledger.close_step(step, num_rows=num_rows, num_tokens=num_tokens, num_samples=2, now_s=now_s)
     num_computed = num_tokens - 2 * PROMPT + PROMPT * min(2, num_rows)
     part = (step % 4) / 8
-    seconds = ROW_S * num_rows + TOKEN_S * num_computed * (1 - part + FORWARD_PART * part)
+    seconds = (ROW_S * num_rows + TOKEN_S * num_computed * (1 - part + FORWARD_PART * part)) * slower
     trained = {"num_tokens_without_gradient": part * num_tokens}
     trained |= {"forward_backward_s": seconds, "optimizer_s": 0.02, "publish_async_s": 0.02, "publish_s": 0.01, "wait_s": 1.92 - seconds}
     stage_s = 0.24 if step % 3 else 0.001  # begun in a pass that ends 0.2 s ago, or when nothing was left to write
@@ -148,6 +161,17 @@ def test_so_does_what_the_trainer_costs_the_engine(learned: World):
     assert "engine/engine" not in learned.slowdowns, "one engine says nothing of two"
 
 
+def test_so_does_what_a_process_reward_model_costs_both(learned: World, tmp_path: Path):
+    write_run(tmp_path / "prm", beside_prm=(0.4, 0.8))
+    found = world_of_runs(config(), [tmp_path / "prm"])
+    assert found.slowdowns["engine/prm"] == pytest.approx(0.4, abs=0.051)
+    assert found.slowdowns["engine/trainer"] == pytest.approx(SLOWER, abs=0.051)
+    assert found.slowdowns["trainer/prm"] == pytest.approx(0.8, abs=0.051)
+    assert found.engine.pass_s[0][1] == pytest.approx(PASS_S, rel=0.05)
+    assert found.scoring.score_s == learned.scoring.score_s, "its batches are no reward calls"
+    assert found.scoring.prm_token_s == pytest.approx(1e-4)
+
+
 def test_tokens_that_are_computed_anew_cost_what_those_of_prompts_do(tmp_path: Path):
     write_run(tmp_path / "anew", recomputed=1000)
     found = world_of_runs(config(), [tmp_path / "anew"]).engine
@@ -184,7 +208,7 @@ def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[f
     journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
-    ((seconds, rows, *_, found, rest_s),) = _steps(RecordedRun(Path(), journal, rollouts))
+    ((seconds, rows, *_, rest_s, found, _),) = _steps(RecordedRun(Path(), journal, rollouts))
     assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
 
 

@@ -60,11 +60,20 @@ def test_work_beside_other_work_lasts_longer_by_its_slowdown():
 
 def test_calls_beyond_the_slots_wait_in_order():
     events, ended = Events(), {}
-    slots = Slots(events, num_slots=2)
+    slots = Slots(Cores(events), kind="scorer", num_slots=2)
     for name, seconds in (("a", 3.0), ("b", 1.0), ("c", 1.0), ("d", 5.0)):
         slots.call(seconds, lambda name=name: ended.__setitem__(name, events.now_s))
     assert run(events, ended, 4) == {"a": 3.0, "b": 1.0, "c": 2.0, "d": 7.0}
     assert slots.busy_s == 10.0
+
+
+def test_calls_slow_down_what_shares_their_cores():
+    """A pass of 2 s beside a call of 1 s that slows it by half: at 1 s two thirds of a second are done, and the rest has no company."""
+    events, ended = Events(), {}
+    cores = Cores(events, slowdowns={("engine", "prm"): 0.5})
+    cores.start("engine", 2.0, lambda: ended.__setitem__("engine", events.now_s))
+    Slots(cores, kind="prm", num_slots=1).call(1.0, lambda: ended.__setitem__("prm", events.now_s))
+    assert run(events, ended, 2) == {"engine": pytest.approx(1 + 4 / 3), "prm": 1.0}
 
 
 def test_a_run_in_which_nothing_happens_is_said_to_be_stalled():
