@@ -14,7 +14,6 @@ from orchestrator.rules.roles import Layout, Pool, Roles
 from orchestrator.stages.role_changes import RoleChanges
 from pipelinerl.config import Config
 from pipelinerl.config.scaling import Units, scoring_of, units_of
-from pipelinerl.config.scheduling import why_sequences_stay
 from pipelinerl.runtime.membership import ScaleRequest
 
 WINDOW_STEPS = 2
@@ -100,6 +99,4 @@ def drain_s_of(config: Config) -> float:
     """Return the seconds that leaving engines may take to end what they have: none where all of it goes on in others with its tokens, as
     many as `pipelinerl scale` gives where it would begin anew.
     """
-    sections = config.rollout, config.model, config.prm, config.environment, config.gateway, config.tinker
-    begins_anew = any(why_sequences_stay(*sections))
-    return ScaleRequest(request_id=0).drain_s if begins_anew else 0.0
+    return ScaleRequest(request_id=0).drain_s if config.why_sequences_stay else 0.0

@@ -20,6 +20,7 @@ from pipelinerl.config.nodes import KubernetesSection as KubernetesSection
 from pipelinerl.config.nodes import NodesSection as NodesSection
 from pipelinerl.config.nodes import RaySection as RaySection
 from pipelinerl.config.nodes import SlurmSection as SlurmSection
+from pipelinerl.config.scheduling import why_sequences_stay
 from pipelinerl.config.scoring import EnvironmentSection as EnvironmentSection
 from pipelinerl.config.scoring import PrmJudgeSection as PrmJudgeSection
 from pipelinerl.config.scoring import PrmSection as PrmSection
@@ -89,6 +90,11 @@ class Config(Section):
         if problems := problems_between_sections(dict(self)):
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def why_sequences_stay(self) -> tuple[str, ...]:
+        """Each reason for which no sequence of this run goes on in another engine with its tokens."""
+        return tuple(why_sequences_stay(self.rollout, self.model, self.prm, self.environment, self.gateway, self.tinker))
 
     @property
     def max_running_rollouts(self) -> int:

@@ -238,8 +238,11 @@ def _model_folder(key: str, folder: Path, *patterns: str) -> Iterator[Finding]:
 
 
 def _settings(config: Config, *, in_script: bool) -> Iterator[Finding]:
-    """Settings that would do nothing in this run."""
+    """Settings that would do nothing in this run, or do harm."""
     method = method_of(config)
+    if config.pipeline.elastic and config.pipeline.migration == "off" and not config.why_sequences_stay:
+        found = 'is "off" while pipeline.elastic is true: an engine that joins gets nothing of what waits in the others for room'
+        yield warn("pipeline.migration", found, do='set pipeline.migration to "waiting"')
     yield from (fail("", problem) for problem in refused(config, method=method, in_script=in_script))
     yield from (note("", sentence) for sentence in (*unused_keys(config, method=method), *unused_parts(method, run=facts_of(config))))
 

@@ -293,6 +293,21 @@ def test_settings_without_a_part_to_act_on_are_said(settings: Callable[..., Conf
     assert not list(refused(reads, method=method_of(reads)))
 
 
+def test_devices_that_change_while_nothing_moves_are_warned_of(settings: Callable[..., Config]):
+    """Simulated at 1,024 GPUs, a run with the one and without the other had an idle trainer for 82 % of its time."""
+
+    def said(**sections: Any) -> list[str]:
+        return [line for line in sentences(checked(settings(**sections)), Level.WARN) if line.startswith("pipeline.migration")]
+
+    engine = {"kind": "fake", "count": 3}
+    (line,) = said(engine=engine, pipeline={"elastic": True})
+    assert "an engine that joins gets nothing of what waits in the others" in line
+    assert 'set pipeline.migration to "waiting"' in line
+    assert not said(engine=engine, pipeline={"elastic": True, "migration": "waiting"})
+    assert not said(engine=engine, pipeline={"elastic": False})
+    assert not said(engine=engine, pipeline={"elastic": True}, rollout={"max_tokens": 64, "cut_after": 2}), "there nothing may move"
+
+
 def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., Config], model: Path, tmp_path: Path):
     copied = tmp_path / "copied"
     copied.mkdir()
