@@ -1,7 +1,7 @@
 """Groups are sent one after another: the live loop prepares each for so many seconds, and hears no peer until none is left to send.
 
 So the first engine that holds a new policy gets all that may be sent then; another one that has it staged a few milliseconds later is heard
-of afterwards. What comes within a group's time of each other while nothing is sent is heard at once.
+of afterwards. Only what comes at the same moment while nothing is sent is heard together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sending:
         """Have something happen once the loop hears it."""
         self._waiting.append(act)
         if self.is_free and len(self._waiting) == 1:
-            self._events.after(self._each_s, self._hear)
+            self._events.after(0.0, self._hear)
 
     def _hear(self) -> None:
         if self.is_free:

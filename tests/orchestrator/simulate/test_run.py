@@ -307,9 +307,11 @@ def test_groups_are_sent_one_after_another_on_paper():
     assert simulate(settings, dataclasses.replace(ON_PAPER, admit_s=0.25)).totals.step_ends_s[0] == pytest.approx(6.25)
 
 
-@pytest.mark.parametrize(("longest_s", "engines"), [(0.2, 2), (9.0, 1)], ids=["heard-at-once", "heard-of-afterwards"])
+@pytest.mark.parametrize(("longest_s", "engines"), [(0.1, 2), (0.2, 1)], ids=["heard-together", "heard-of-afterwards"])
 def test_the_first_engine_with_a_new_policy_gets_all_groups_that_may_be_sent_then(longest_s: float, engines: int):
-    """Four groups a step, a quarter of a second each: who has the policy within that time of the first is heard of with it."""
+    """Four groups a step, a quarter of a second each: who has the policy at the same moment is heard of with it, and nobody who has it a
+    little later: live, 0 of 114 steps whose groups were sent at once were shared by both engines.
+    """
     sync = dataclasses.replace(ON_PAPER.sync, stage_s=Distribution(kind="uniform", low=0.1, high=longest_s), pause_s=0.0)
     settings = config(batch={"groups_per_step": 4}, pipeline={"max_staleness": 0}, trainer={"steps": 4})
     run = _Run(settings, dataclasses.replace(ON_PAPER, sync=sync, admit_s=0.25), seed=0, faults=Faults(), events=Events(), journal=None)
