@@ -305,7 +305,8 @@ def test_devices_that_change_while_nothing_moves_are_warned_of(settings: Callabl
     assert 'set pipeline.migration to "waiting"' in line
     assert not said(engine=engine, pipeline={"elastic": True, "migration": "waiting"})
     assert not said(engine=engine, pipeline={"elastic": False})
-    assert not said(engine=engine, pipeline={"elastic": True}, rollout={"max_tokens": 64, "cut_after": 2}), "there nothing may move"
+    cut = {"rollout": {"max_tokens": 64, "cut_after": 2}, "algorithm": {"name": "rloo_early_stop"}}
+    assert not said(engine=engine, pipeline={"elastic": True}, **cut), "there nothing may move"
 
 
 def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., Config], model: Path, tmp_path: Path):

@@ -157,6 +157,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_process_reward_model_slows_engines_where_they_share_a_machine():
+    sections = {**MANY, **CASES["prm"]}
+    scoring = dataclasses.replace(BUSY.scoring, prm_batch_s=0.001, prm_token_s=1e-5)
+    alone, beside = (dataclasses.replace(BUSY, scoring=scoring, slowdowns=one) for one in ({}, {"engine/prm": 2.0}))
+    assert simulate(config(**sections), beside).seconds > 1.05 * simulate(config(**sections), alone).seconds
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_lost_and_nothing_is_too_old(case: str):
     sections = {**MANY}
