@@ -24,7 +24,7 @@ import numpy as np
 from orchestrator.rules.pass_profile import Numbers
 from orchestrator.simulate.draws import fixed, recorded
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_run
-from orchestrator.simulate.speeds import engine_of_runs, trainer_of_runs, within
+from orchestrator.simulate.speeds import engine_of_runs, prm_of_runs, trainer_of_runs, within
 from orchestrator.simulate.world import ScoringWorld, SyncWorld, World, block_tokens_of
 from pipelinerl.config import Config
 
@@ -47,13 +47,14 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
     prompt_tokens, reply_tokens = first.given_tokens()
     engine, of_engine = engine_of_runs(runs)
     trainer, of_trainer = trainer_of_runs(runs)
+    prm, of_prm = prm_of_runs(runs)
     mean, truncated_mean, spread = _rewards(first.rollouts)
     origin, speeds = f"run {first.folder.name}", " and ".join(f"run {run.folder.name}" for run in runs)
     return World(
         engine=dataclasses.replace(engine, block_tokens=block_tokens_of(config.engine.options)),
         trainer=trainer,
         sync=_sync(runs),
-        scoring=dataclasses.replace(_scoring(first.journal, first.rollouts), reply_tokens=round(reply_tokens)),
+        scoring=dataclasses.replace(_scoring(first.journal, first.rollouts), reply_tokens=round(reply_tokens), **prm),
         admit_s=_admit_s(first.rollouts),
         prompt_tokens=fixed(prompt_tokens),
         lengths=recorded([first.rollouts.unlimited(name, reply_tokens) for name in first.rollouts.lengths]),
@@ -61,7 +62,7 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
         reward_mean=mean,
         truncated_reward_mean=truncated_mean,
         reward_spread=spread,
-        slowdowns={key: value for key, value in (of_engine | of_trainer).items() if value > 0},
+        slowdowns={key: value for key, value in (of_engine | of_trainer | of_prm).items() if value > 0},
         origins={**dict.fromkeys(("engine", "trainer"), speeds), **dict.fromkeys(("sync", "scoring", "lengths", "rewards"), origin)},
     )
 
@@ -106,12 +107,11 @@ def _admit_s(rollouts: RunRollouts) -> float:
 
 
 def _scoring(journal: RunJournal, rollouts: RunRollouts) -> ScoringWorld:
-    scorer, prm = journal.scorer or {}, journal.prm or {}
+    scorer = journal.scorer or {}
     mean_s = scorer["busy_s"] / scorer["num_scored"] if scorer.get("num_scored") else 0.0
     score_s = recorded(journal.calls_s) if len(journal.calls_s) >= 20 else fixed(mean_s)
     least_s = float(np.quantile(rollouts.waits_s, 0.1)) if rollouts.waits_s else 0.0
     typical_s = float(np.median(journal.calls_s)) if len(journal.calls_s) >= 20 else mean_s
-    num_prm_tokens = prm.get("num_trace_tokens") or 0
     return ScoringWorld(
         score_s=score_s,
         group_score_s=fixed(mean_s),
@@ -119,7 +119,6 @@ def _scoring(journal: RunJournal, rollouts: RunRollouts) -> ScoringWorld:
         failed_fraction=rollouts.num_failed / max(1, rollouts.num_scored),
         reply_s=recorded(journal.replies_s) if journal.replies_s else ScoringWorld().reply_s,
         turns=recorded(list(rollouts.turns.values())) if rollouts.turns else fixed(1.0),
-        prm_token_s=prm.get("busy_s", 0.0) / num_prm_tokens if num_prm_tokens else 0.0,
         hopeless_fraction=rollouts.num_hopeless / max(1, rollouts.num_scored),
     )
 

@@ -32,19 +32,29 @@ class RunJournal:
     """Seconds in which an engine fell asleep, where it shares its device with the trainer."""
     scorer: dict[str, Any] | None = None
     """The last report of the reward scorer."""
-    prm: dict[str, Any] | None = None
+    prms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """The last report of each process reward model, by process."""
     work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """(start, end) of the trainer's work."""
     passes: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
     """(start, end) of each engine's passes without a break."""
-    prm_work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(start, end) of the process reward models' work."""
+    prm_batches: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
+    """(start, end, steps) of what process reward models have scored at once."""
     calls_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of single reward calls."""
     replies_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of single replies of the environment."""
     block_tokens: int = EngineWorld().block_tokens
     """Of the engines' KV caches."""
+
+    @property
+    def prm_work(self) -> list[tuple[float, float]]:
+        """(start, end) of the process reward models' work."""
+        return [(start, end) for start, end, _ in self.prm_batches]
+
+    def prm_sum(self, name: str) -> float:
+        """Return a counter of the process reward models' last reports, all of them together."""
+        return float(sum(report.get(name) or 0 for report in self.prms.values()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +126,7 @@ def read_run(folder: Path, until_s: float = math.inf) -> RecordedRun:
 
 def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
     """Read the journals of a run, as they were at `until_s` (Unix seconds)."""
-    found, prm_lanes = RunJournal(), set[str]()
+    found = RunJournal()
     for line in read_journals(run_folder):
         if line["t"] > until_s:
             continue
@@ -129,8 +139,7 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
             case "load" if "num_scored" in line and "functions" in line:
                 found.scorer = line
             case "load" if "num_trace_tokens" in line:
-                found.prm = line
-                prm_lanes.add(process)
+                found.prms[process] = line
             case "step":
                 found.steps.append(line)
             case "swap":
@@ -146,8 +155,8 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
             found.work.append((span.start, span.end))
         elif span.name == "forward":
             found.passes.setdefault(int(span.lane.partition("-")[2]), []).append((span.start, span.end))
-        elif span.lane in prm_lanes:
-            found.prm_work.append((span.start, span.end))
+        elif span.lane in found.prms:
+            found.prm_batches.append((span.start, span.end, span.count))
         elif span.name == "score" and span.count == 1:
             (found.replies_s if "/reply/" in span.lane else found.calls_s).append(span.end - span.start)
     return found

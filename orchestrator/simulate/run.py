@@ -31,7 +31,7 @@ from orchestrator.simulate.links import Link
 from orchestrator.simulate.migration import Migration
 from orchestrator.simulate.record import MAX_LANES, Record, Totals
 from orchestrator.simulate.roles import Elastic, RoleChanges
-from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.scorers import Slots, chunk_tokens_of, prm_of
 from orchestrator.simulate.scoring import Scoring, Stopping
 from orchestrator.simulate.trainer import Trainer
 from orchestrator.simulate.waits import Waits
@@ -215,7 +215,7 @@ class _Run:
                 num_siblings=self.num_siblings,
                 max_tokens=config.rollout.max_tokens,
                 max_turns=config.environment.max_turns if has_environment else 1,
-                chunk_tokens=config.prm.chunk_tokens if config.prm.is_used else 0,
+                chunk_tokens=chunk_tokens_of(config, world.scoring),
             ),
             books=self.books,
             waits=self.waits,
@@ -239,13 +239,13 @@ class _Run:
             self.events,
             world=self.world.scoring,
             slots=self.slots,
-            prm=Slots(self.cores, kind="prm", num_slots=config.prm.count) if config.prm.is_used else None,
+            prm=prm_of(config, self.world.scoring, self.cores),
             stopping=stopping,
             comparing=Grouping(group_size=self.num_siblings) if config.compares_siblings else None,
             min_group_size=config.batch.min_group_size,
             queue_bytes=config.pipeline.queue_bytes,
             deadline_s=config.scorer.deadline_s,
-            chunk_tokens=config.prm.chunk_tokens,
+            chunk_tokens=chunk_tokens_of(config, self.world.scoring),
             max_waiting_tokens=config.prm.max_waiting_tokens,
             stop=self.generation.stop,
         )

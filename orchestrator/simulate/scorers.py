@@ -1,11 +1,19 @@
-"""Calls that are served by slots, in the order in which they came: rewards, environments, and the batches of a process reward model."""
+"""Calls that are served by slots, in the order in which they came: rewards and environments one by one, those of a process reward model
+in batches.
+"""
 
 from __future__ import annotations
 
 import collections
+import math
 
 from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.events import Act
+from orchestrator.simulate.world import ScoringWorld
+from pipelinerl.config import Config
+
+Call = tuple[float, Act]
+"""Seconds, and what is called at its end."""
 
 
 class Slots:
@@ -22,7 +30,7 @@ class Slots:
         self._cores, self._kind = cores, kind
         self.num_slots = num_slots
         """It may change; calls under way go on."""
-        self._waiting: collections.deque[tuple[float, Act]] = collections.deque()
+        self._waiting: collections.deque[Call] = collections.deque()
 
     @property
     def num_waiting(self) -> int:
@@ -34,15 +42,60 @@ class Slots:
         self._begin()
 
     def _begin(self) -> None:
+        num = self._num_at_once()
         while self._waiting and self.num_running < self.num_slots:
-            seconds, act = self._waiting.popleft()
+            calls = [self._waiting.popleft() for _ in range(min(num, len(self._waiting)))]
             self.num_running += 1
-            lasts_s = seconds * self.slowness
-            self._cores.start(self._kind, lasts_s, lambda lasts_s=lasts_s, act=act: self._end(lasts_s, act))
+            lasts_s = self._seconds(calls) * self.slowness
+            self._cores.start(self._kind, lasts_s, lambda lasts_s=lasts_s, calls=calls: self._end(lasts_s, calls))
 
-    def _end(self, lasts_s: float, act: Act) -> None:
+    def _num_at_once(self) -> int:
+        """Return how many of the calls that wait a free slot serves at once."""
+        return 1
+
+    def _seconds(self, calls: list[Call]) -> float:
+        return sum(seconds for seconds, _ in calls)
+
+    def _end(self, lasts_s: float, calls: list[Call]) -> None:
         self.num_running -= 1
-        self.num_done += 1
+        self.num_done += len(calls)
         self.busy_s += lasts_s
         self._begin()
-        act()
+        for _, act in calls:
+            act()
+
+
+class Batches(Slots):
+    """Each slot serves its part of what waits at once, in `batch_s` and the seconds of these calls."""
+
+    def __init__(self, cores: Cores, *, kind: str, num_slots: int, batch_s: float) -> None:
+        super().__init__(cores, kind=kind, num_slots=num_slots)
+        self._batch_s = batch_s
+        self._is_due = False
+
+    def call(self, seconds: float, act: Act) -> None:
+        """Ask for a call; what is asked for at the same moment is one batch."""
+        self._waiting.append((seconds, act))
+        if not self._is_due:
+            self._is_due = True
+            self._cores.events.after(0.0, self._due)
+
+    def _due(self) -> None:
+        self._is_due = False
+        self._begin()
+
+    def _num_at_once(self) -> int:
+        return math.ceil(len(self._waiting) / self.num_slots)
+
+    def _seconds(self, calls: list[Call]) -> float:
+        return self._batch_s + super()._seconds(calls)
+
+
+def prm_of(config: Config, world: ScoringWorld, cores: Cores) -> Batches | None:
+    """Return a run's process reward models, which take turns; None where it has none."""
+    return Batches(cores, kind="prm", num_slots=config.prm.count, batch_s=world.prm_batch_s) if config.prm.is_used else None
+
+
+def chunk_tokens_of(config: Config, world: ScoringWorld) -> int:
+    """Return the tokens after which a process reward model has another step to score; 0 where there is none."""
+    return max(config.prm.chunk_tokens, round(world.prm_step_tokens)) if config.prm.is_used else 0

@@ -162,7 +162,7 @@ class Scoring:
         attempt = rollout.attempt
         rollout.num_at_prm += 1
         self.num_waiting_tokens += tokens
-        seconds = self._world.prm_batch_s + self._world.prm_token_s * tokens
+        seconds = self._world.prm_step_s + self._world.prm_token_s * tokens
         self.prm.call(seconds, lambda: self._step_scored(rollout, tokens, attempt))
 
     def _step_scored(self, rollout: Rollout, tokens: int, attempt: int) -> None:

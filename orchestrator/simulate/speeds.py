@@ -4,12 +4,13 @@
                    = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + sum of s x part of the time in which another worked)
     trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
                    (1 + sum of u x part of the trainer's time in which another worked)
+    process reward model    seconds of a batch = (b + g steps + h tokens) (1 + sum of w x part of the batch in which another worked)
 
-Others are the trainer, engines and process reward models, each with an s and a u of its own.
+Others are the trainer, engines and process reward models, each with an s, a u and a w of its own.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
-none below 0. s and u are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass that
-is computed twice and a backward pass of twice its operations, to 1.
+none below 0. s, u and w are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass
+that is computed twice and a backward pass of twice its operations, to 1.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
 coefficients are fitted to all runs together.
@@ -36,6 +37,8 @@ _FEWEST_REPORTS = 5
 """Reports that must tell of a pass with a number of sequences."""
 _FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
+_FEWEST_BATCHES = 20
+"""Batches of a process reward model that must be recorded one by one to tell more than what a token takes."""
 _LEAST_SPREAD = 0.02
 """Standard deviation that the number of others at work must have to tell what they slow down."""
 
@@ -216,3 +219,37 @@ def _num_prompts(step: dict[str, Any], rollouts: RunRollouts) -> int:
     """Return the prompts that the trainer computes in a step."""
     groups = 1 + (step["num_samples"] - 1) // rollouts.group_size
     return min(step["num_samples"], groups + rollouts.rows.get(step["step"], 1) - 1)
+
+
+def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return fields of `ScoringWorld` of the process reward model, and how much longer its batches last, as `World.slowdowns`.
+
+    A batch's tokens are its steps times those of a step in its run.
+    """
+    asked = [run for run in runs if run.journal.prm_sum("num_trace_tokens")]
+    if not asked:
+        return {}, {}
+    num_tokens, busy_s, num_steps = (
+        sum(run.journal.prm_sum(name) for run in asked) for name in ("num_trace_tokens", "busy_s", "num_steps")
+    )
+    num_between = num_steps - sum(run.rollouts.num_scored for run in asked)  # the last step of a rollout ends with it
+    told = {"prm_token_s": busy_s / num_tokens, "prm_step_tokens": num_tokens / num_between if num_between > 0 else 0.0}
+    table = np.array([row for run in asked for row in _batches(run)])
+    if len(table) < _FEWEST_BATCHES:
+        return told, {}
+    seconds, steps, tokens, *beside = table.T
+    _, coefficients, slowdowns = _fit(seconds, np.column_stack([np.ones(len(table)), steps, tokens]), np.column_stack(beside))
+    told |= dict(zip(("prm_batch_s", "prm_step_s", "prm_token_s"), coefficients.tolist(), strict=True))
+    return told, dict(zip(("prm/trainer", "prm/engine"), slowdowns, strict=True))
+
+
+def _batches(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float]]:
+    """Yield the batches of a run's process reward models after its first step: (seconds, steps, tokens, and how many trainers and engines
+    worked beside each).
+    """
+    journal = run.journal
+    step_tokens = journal.prm_sum("num_trace_tokens") / max(1.0, journal.prm_sum("num_steps"))
+    for start, end, steps in journal.prm_batches:
+        if start > journal.steps[0]["t"] and end > start:
+            work, *passes = (_overlap(one, [(start, end)]) for one in (journal.work, *journal.passes.values()))
+            yield end - start, steps, steps * step_tokens, work, sum(passes)

@@ -114,6 +114,7 @@ def _scoring(world: World, factor: float) -> World:
         score_s=_scaled(scoring.score_s, factor),
         reply_s=_scaled(scoring.reply_s, factor),
         prm_batch_s=scoring.prm_batch_s * factor,
+        prm_step_s=scoring.prm_step_s * factor,
         prm_token_s=scoring.prm_token_s * factor,
     )
     return dataclasses.replace(world, scoring=changed)

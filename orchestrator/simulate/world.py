@@ -114,9 +114,13 @@ class ScoringWorld:
     turns: Distribution = _ONE
     """Turns of an episode."""
     prm_batch_s: float = 0.0
-    """Seconds of a chunk in the process reward model, whatever its size."""
+    """Seconds of a batch in the process reward model, whatever is in it."""
+    prm_step_s: float = 0.0
+    """Seconds for each of its steps."""
     prm_token_s: float = 0.0
     """Seconds for each of its tokens."""
+    prm_step_tokens: float = 0.0
+    """Tokens of a step that goes on with another one; chunks that are shorter are scored with what follows."""
     hopeless_fraction: float = 0.0
     """Part of the rollouts that the process reward model flags, each at a step drawn evenly."""
 

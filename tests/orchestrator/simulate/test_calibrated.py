@@ -25,6 +25,8 @@ from tests.orchestrator.simulate.worlds import config
 PASS_S, SEQUENCE_S, PREFILL_S, ROW_S, TOKEN_S, SLOWER = 0.010, 0.0004, 1e-4, 0.03, 2e-5, 0.5
 FORWARD_PART, LONGEST, CONTEXT_S = 0.4, 32, 1e-6
 NUM_STEPS, PROMPT = 12, 6
+BATCH_S, SCORED_STEP_S, SCORED_TOKEN_S = 0.004, 0.002, 1e-4
+SLOWER_BATCHES = {"prm/trainer": 0.5, "prm/engine": 0.4}
 
 
 def write_run(
@@ -73,6 +75,24 @@ def write_run(
         journal.close()
     ledger.finish("finished", now_s=now[0] - 1000)
     ledger.close()
+
+
+def write_batches(folder: Path, *, step_tokens: int) -> int:
+    """A process reward model beside what `write_run` has written: of each second a batch begins early, and one while all others rest.
+    Return its steps.
+    """
+    chance, now, total, busy_s = np.random.default_rng(1), [1000.0], 0, 0.0
+    with contextlib.closing(Journal(folder, "scorer-1", clock=lambda: now[0])) as prm:
+        for second in range(2 * NUM_STEPS + 4):
+            for begins_s, works in ((0.1, True), (0.85, False)):
+                steps, start = int(chance.integers(1, 9)), now[0] + begins_s
+                others = SLOWER_BATCHES["prm/engine"] + SLOWER_BATCHES["prm/trainer"] * (second % 2)
+                seconds = (BATCH_S + steps * (SCORED_STEP_S + step_tokens * SCORED_TOKEN_S)) * (1 + works * others)
+                prm.span("scorer-1", "score", start=start, end=start + seconds, count=steps)
+                total, busy_s = total + steps, busy_s + seconds
+            now[0] += 1.0
+            prm.write("load", prm_id=1, num_trace_tokens=step_tokens * total, num_steps=total, busy_s=busy_s)
+    return total
 
 
 def write_step(
@@ -170,6 +190,21 @@ def test_so_does_what_a_process_reward_model_costs_both(learned: World, tmp_path
     assert found.engine.pass_s[0][1] == pytest.approx(PASS_S, rel=0.05)
     assert found.scoring.score_s == learned.scoring.score_s, "its batches are no reward calls"
     assert found.scoring.prm_token_s == pytest.approx(1e-4)
+
+
+def test_so_does_what_batches_of_a_process_reward_model_take(tmp_path: Path):
+    folders, num_steps = [tmp_path / "short", tmp_path / "long"], 0
+    for folder, step_tokens in zip(folders, (10, 40), strict=True):
+        write_run(folder)
+        num_steps += write_batches(folder, step_tokens=step_tokens)
+    found = world_of_runs(config(), folders)
+    assert found.scoring.prm_batch_s == pytest.approx(BATCH_S, rel=0.05)
+    assert found.scoring.prm_step_s == pytest.approx(SCORED_STEP_S, rel=0.05)
+    assert found.scoring.prm_token_s == pytest.approx(SCORED_TOKEN_S, rel=0.05)
+    assert {key: found.slowdowns[key] for key in SLOWER_BATCHES} == pytest.approx(SLOWER_BATCHES, abs=0.051)
+    num_scored = 2 * 2 * (NUM_STEPS + 2)
+    num_tokens = num_steps / 2 * 10 + num_steps / 2 * 40
+    assert found.scoring.prm_step_tokens == pytest.approx(num_tokens / (num_steps - num_scored)), "one step of each ends with it"
 
 
 def test_tokens_that_are_computed_anew_cost_what_those_of_prompts_do(tmp_path: Path):

@@ -15,7 +15,7 @@ from orchestrator.simulate.draws import Distribution, Workload, fixed, recorded
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.links import Link
 from orchestrator.simulate.rollouts import Rollout
-from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.scorers import Batches, Slots
 from pipelinerl.algorithms.staleness import measure
 from pipelinerl.errors import Stalled
 from pipelinerl.messages import TerminalStatus
@@ -74,6 +74,33 @@ def test_calls_slow_down_what_shares_their_cores():
     cores.start("engine", 2.0, lambda: ended.__setitem__("engine", events.now_s))
     Slots(cores, kind="prm", num_slots=1).call(1.0, lambda: ended.__setitem__("prm", events.now_s))
     assert run(events, ended, 2) == {"engine": pytest.approx(1 + 4 / 3), "prm": 1.0}
+
+
+def test_what_waits_for_a_process_reward_model_is_one_batch():
+    """The first three come at once: 0.5 s and their own; the fourth and fifth wait until they are done."""
+    events, ended = Events(), {}
+    models = Batches(Cores(events), kind="prm", num_slots=1, batch_s=0.5)
+
+    def call(name: str, seconds: float) -> None:
+        models.call(seconds, lambda: ended.__setitem__(name, events.now_s))
+
+    for name, seconds in (("a", 1.0), ("b", 0.25), ("c", 0.25)):
+        call(name, seconds)
+    events.at(0.1, lambda: call("d", 1.0))
+    events.at(0.2, lambda: call("e", 2.0))
+    assert run(events, ended, 5) == {"a": 2.0, "b": 2.0, "c": 2.0, "d": 5.5, "e": 5.5}
+    assert (models.busy_s, models.num_done) == (5.5, 5)
+
+
+def test_two_process_reward_models_share_what_waits():
+    events, ended = Events(), {}
+    models = Batches(Cores(events), kind="prm", num_slots=2, batch_s=0.5)
+    for name in "abcd":
+        models.call(1.0, lambda name=name: ended.__setitem__(name, events.now_s))
+    assert run(events, ended, 4) == dict.fromkeys("abcd", 2.5)
+    for name in "efg":
+        models.call(1.0, lambda name=name: ended.__setitem__(name, events.now_s))
+    assert run(events, ended, 7) == dict.fromkeys("abcd", 2.5) | {"e": 5.0, "f": 5.0, "g": 4.0}
 
 
 def test_a_run_in_which_nothing_happens_is_said_to_be_stalled():
