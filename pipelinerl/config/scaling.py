@@ -104,7 +104,6 @@ def units_of(
 def elastic_goes_with(
     engine: EngineSection,
     trainer: TrainerSection,
-    prm: PrmSection,
     pipeline: PipelineSection,
     weights: WeightsSection,
     tinker: TinkerSection | None,
@@ -124,7 +123,7 @@ def elastic_goes_with(
         yield "pipeline.elastic is true, and a script's policies keep their engines and ranks. Leave it out."
     if engine.elsewhere:
         yield f"pipeline.elastic is true, but engine.elsewhere is {engine.elsewhere}: no rank can be started there. Leave one of them out."
-    for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores), ("prm.cores", prm.cores)):
+    for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores)):
         if cores:
             yield f"pipeline.elastic is true, but {name} names a core for each process of the layout that it begins with. Leave it out."
     units = units_of(engine, trainer.layout, least_ranks=trainer.least_ranks)
