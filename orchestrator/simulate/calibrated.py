@@ -24,7 +24,8 @@ import numpy as np
 from orchestrator.rules.pass_profile import Numbers
 from orchestrator.simulate.draws import fixed, recorded
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_run
-from orchestrator.simulate.speeds import engine_of_runs, prm_of_runs, trainer_of_runs, within
+from orchestrator.simulate.speeds import engine_of_runs, prm_of_runs, trainer_of_runs
+from orchestrator.simulate.stretches import Stretches
 from orchestrator.simulate.world import ScoringWorld, SyncWorld, World, block_tokens_of
 from pipelinerl.config import Config
 
@@ -36,13 +37,15 @@ _FEWEST_REWARDS = 20
 """Completions that must have ended at their limit, and by themselves, to tell their rewards apart."""
 
 
-def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float = math.inf) -> World:
-    """Return the world of one or several runs for a config, as it was known at `until_s` (Unix seconds).
+def world_of_runs(
+    config: Config, run_folders: Sequence[Path], *, until_s: float = math.inf, since_s: float = -math.inf, lead_s: float = 0.0
+) -> World:
+    """Return the world of one or several runs for a config, as `read_run` reads them.
 
     The first run tells what rollouts and scores are like, all of them how fast engine and trainer are. Raises `DataError` where the journal
     or the ledger of one has too little to learn from.
     """
-    runs = [read_run(folder, until_s) for folder in run_folders]
+    runs = [read_run(folder, until_s, since_s=since_s, lead_s=lead_s) for folder in run_folders]
     first, *_ = runs
     prompt_tokens, reply_tokens = first.given_tokens()
     engine, of_engine = engine_of_runs(runs)
@@ -70,9 +73,9 @@ def world_of_runs(config: Config, run_folders: Sequence[Path], *, until_s: float
 def _sync(runs: Sequence[RecordedRun]) -> SyncWorld:
     first, *_ = runs
     beside = [seconds for step in first.steps if (seconds := step["trainer"].get("publish_async_s")) is not None]
-    swaps = _swaps(first)
-    busy, idle = ([swap["stage_s"] for swap in swaps if _was_idle(first, swap) is is_idle] for is_idle in (False, True))
-    idle += [swap["stage_s"] for run in runs[1:] for swap in _swaps(run) if _was_idle(run, swap)]
+    swaps, was_idle = _swaps(first), _Idle(first)
+    busy, idle = ([swap["stage_s"] for swap in swaps if was_idle(swap) is is_idle] for is_idle in (False, True))
+    idle += [swap["stage_s"] for run in runs[1:] for swap in filter(_Idle(run), _swaps(run))]
     return SyncWorld(
         publish_s=0.0 if beside else statistics.median(step["trainer"].get("publish_s", 0.0) for step in first.steps),
         publish_beside_s=statistics.median(beside) if beside else 0.0,
@@ -89,12 +92,17 @@ def _swaps(run: RecordedRun) -> list[dict[str, Any]]:
     return [swap for swap in run.journal.swaps if swap["t"] > first_s and swap["stage_s"]] or run.journal.swaps
 
 
-def _was_idle(run: RecordedRun, swap: dict[str, Any]) -> bool:
-    """Return whether the engine had nothing to write when staging began; without spans, whether it had nothing at the swap."""
-    if not (passes := run.journal.passes.get(swap["engine_id"])):
-        return not swap["num_running"]
-    began_s = swap["t"] - swap["pause_s"] - swap["stage_s"]
-    return not within(passes, began_s - _SPAN_GAP_S, began_s)
+class _Idle:
+    """Whether an engine had nothing to write when the staging of a swap began; without spans, whether it had nothing at the swap."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self._passes = {engine_id: Stretches(passes) for engine_id, passes in run.journal.passes.items()}
+
+    def __call__(self, swap: dict[str, Any]) -> bool:
+        if not (passes := self._passes.get(swap["engine_id"])):
+            return not swap["num_running"]
+        began_s = swap["t"] - swap["pause_s"] - swap["stage_s"]
+        return not passes.within(began_s - _SPAN_GAP_S, began_s)
 
 
 def _admit_s(rollouts: RunRollouts) -> float:

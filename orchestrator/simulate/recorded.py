@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.rules.pass_profile import least_squares
+from orchestrator.simulate.stretches import Stretch
 from orchestrator.simulate.world import EngineWorld, block_tokens_of
 from pipelinerl.errors import DataError
 from pipelinerl.observe.lines import read_journals, read_spans
@@ -34,10 +35,12 @@ class RunJournal:
     """The last report of the reward scorer."""
     prms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """The last report of each process reward model, by process."""
-    work: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(start, end) of the trainer's work."""
-    passes: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
-    """(start, end) of each engine's passes without a break."""
+    prms_before: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Their last reports before what is read."""
+    work: list[Stretch] = dataclasses.field(default_factory=list)
+    """The trainer's work."""
+    passes: dict[int, list[Stretch]] = dataclasses.field(default_factory=dict)
+    """Each engine's passes without a break."""
     prm_batches: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
     """(start, end, steps) of what process reward models have scored at once."""
     calls_s: list[float] = dataclasses.field(default_factory=list)
@@ -47,14 +50,9 @@ class RunJournal:
     block_tokens: int = EngineWorld().block_tokens
     """Of the engines' KV caches."""
 
-    @property
-    def prm_work(self) -> list[tuple[float, float]]:
-        """(start, end) of the process reward models' work."""
-        return [(start, end) for start, end, _ in self.prm_batches]
-
     def prm_sum(self, name: str) -> float:
-        """Return a counter of the process reward models' last reports, all of them together."""
-        return float(sum(report.get(name) or 0 for report in self.prms.values()))
+        """Return by how much a counter of the process reward models' reports grew, all of them together."""
+        return float(sum((report.get(name) or 0) - self.prms_before.get(key, {}).get(name, 0) for key, report in self.prms.items()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +111,11 @@ class RecordedRun:
         return max(1.0, float(prompt)), float(reply)
 
 
-def read_run(folder: Path, until_s: float = math.inf) -> RecordedRun:
-    """Read a run, as it was at `until_s` (Unix seconds). Raises `DataError` where it has too little to learn from."""
-    journal, rollouts = read_journal(folder, until_s), read_ledger(folder, until_s)
+def read_run(folder: Path, until_s: float = math.inf, *, since_s: float = -math.inf, lead_s: float = 0.0) -> RecordedRun:
+    """Read a run from `since_s` on, as it was at `until_s` (Unix seconds), and its rollouts from `lead_s` earlier on: steps train what was
+    sampled before. Raises `DataError` where there is too little to learn from.
+    """
+    journal, rollouts = read_journal(folder, until_s, since_s=since_s), read_ledger(folder, until_s, since_s=since_s - lead_s)
     if len(journal.steps) < 2 or not rollouts.lengths:
         raise DataError(
             f"{folder}: {len(journal.steps)} steps and {len(rollouts.lengths)} rollouts are recorded; to learn from a run, it must have"
@@ -124,8 +124,8 @@ def read_run(folder: Path, until_s: float = math.inf) -> RecordedRun:
     return RecordedRun(folder, journal, rollouts)
 
 
-def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
-    """Read the journals of a run, as they were at `until_s` (Unix seconds)."""
+def read_journal(run_folder: Path, until_s: float = math.inf, *, since_s: float = -math.inf) -> RunJournal:
+    """Read the journals of a run from `since_s` on, as they were at `until_s` (Unix seconds)."""
     found = RunJournal()
     for line in read_journals(run_folder):
         if line["t"] > until_s:
@@ -134,6 +134,9 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
         match line["kind"]:
             case "run":
                 found.block_tokens = block_tokens_of(line["config"]["engine"].get("options", {}))
+            case kind if line["t"] < since_s:
+                if kind == "load" and "num_trace_tokens" in line:
+                    found.prms_before[process] = line
             case "load" if process.startswith("engine-") and "num_steps" in line:
                 found.loads.setdefault(int(line["engine_id"]), []).append(line)
             case "load" if "num_scored" in line and "functions" in line:
@@ -149,7 +152,7 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
             case _:
                 pass
     for span in read_spans(run_folder):
-        if span.end > until_s:
+        if span.end > until_s or span.start < since_s:
             continue
         if span.lane.startswith("trainer-0") and span.name in _WORKING:
             found.work.append((span.start, span.end))
@@ -162,8 +165,8 @@ def read_journal(run_folder: Path, until_s: float = math.inf) -> RunJournal:
     return found
 
 
-def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
-    """Read the ledger of a run, as it was at `until_s`. Raises `DataError` where there is none."""
+def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float = -math.inf) -> RunRollouts:
+    """Read the ledger of a run from `since_s` on, as it was at `until_s`. Raises `DataError` where there is none."""
     path = run_folder / "ledger.sqlite"
     if not path.is_file():
         raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
@@ -173,7 +176,8 @@ def read_ledger(run_folder: Path, until_s: float = math.inf) -> RunRollouts:
         ).fetchone()
         events = database.execute(
             "SELECT kind, t, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
-            " ('issued', 'generated', 'scored', 'assigned', 'closed', 'early_stop', 'observed') ORDER BY seq"
+            " ('issued', 'generated', 'scored', 'assigned', 'closed', 'early_stop', 'observed') AND t >= ? ORDER BY seq",
+            (since_s - unix_s + began_s,),
         ).fetchall()
     lengths: dict[str, int] = {}
     truncated: set[str] = set()

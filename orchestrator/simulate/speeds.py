@@ -18,6 +18,7 @@ coefficients are fitted to all runs together.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import statistics
@@ -28,6 +29,7 @@ import numpy as np
 
 from orchestrator.rules.pass_profile import Numbers, least_squares
 from orchestrator.simulate.recorded import RecordedRun, RunRollouts
+from orchestrator.simulate.stretches import Stretch, Stretches
 from orchestrator.simulate.world import EngineWorld, TrainerWorld
 from pipelinerl.errors import DataError
 
@@ -37,6 +39,8 @@ _FEWEST_REPORTS = 5
 """Reports that must tell of a pass with a number of sequences."""
 _FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
+_MOST_ROWS = 8192
+"""Reports of engines, or batches of a process reward model, to which one fit holds itself: more tell hardly more, and take minutes."""
 _FEWEST_BATCHES = 20
 """Batches of a process reward model that must be recorded one by one to tell more than what a token takes."""
 _LEAST_SPREAD = 0.02
@@ -45,7 +49,8 @@ _LEAST_SPREAD = 0.02
 
 def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, dict[str, float]]:
     """Return an engine, and how much longer a pass lasts beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
-    table = np.array([row for run in runs for row in _reports(run)])
+    most = _MOST_ROWS // max(1, sum(len(run.journal.loads) for run in runs))
+    table = np.array([row for run in runs for row in _reports(run, most=most)])
     if len(table) < 3:
         raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")
     busy_s, num_passes, num_tokens, num_prompt_tokens, context, *beside = table.T
@@ -55,8 +60,9 @@ def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, dict[str, 
     _, coefficients, slowdowns = _fit(busy_s, parts, np.column_stack(beside))
     *rises, prompt_s, context_s = coefficients.tolist()
     kv = [
-        load["num_running"] * (run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2) / load["kv_used"]
+        load["num_running"] * written / load["kv_used"]
         for run in runs
+        for written in [run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2]
         for loads in run.journal.loads.values()
         for load in loads
         if (load.get("kv_used") or 0) > 0.05 and load["num_running"]
@@ -86,8 +92,8 @@ def _near(num_sequences: Numbers, points: list[float]) -> Numbers:
     return np.column_stack([np.interp(num_sequences, points, one) for one in np.eye(len(points))])
 
 
-def _reports(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float]]:
-    """Yield what lies between two reports of an engine.
+def _reports(run: RecordedRun, *, most: int = 1 << 20) -> Iterator[tuple[float, float, float, float, float, float, float, float]]:
+    """Yield what lies between two reports of an engine, or between every second or third one where it has more than `most`.
 
     Each is (seconds with sequences, passes, sampled tokens, prompt tokens, tokens of context that passes read, and how many trainers, other
     engines and process reward models worked beside them).
@@ -98,37 +104,37 @@ def _reports(run: RecordedRun) -> Iterator[tuple[float, float, float, float, flo
     written = prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2
     resumed_tokens = reply_tokens + (written if written < journal.block_tokens else part)
     first_s = journal.steps[0]["t"]
+    work, prm_work = Stretches(journal.work), Stretches((start, end) for start, end, _ in journal.prm_batches)
+    passes = {engine_id: Stretches(each) for engine_id, each in journal.passes.items()}
     for engine_id, loads in journal.loads.items():
         asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
         groups = [group for _, group in run.rollouts.issued.get(engine_id, [])]
         resumed = np.array(run.rollouts.resumed.get(engine_id, []))
-        swaps = [swap for swap in journal.swaps if swap["engine_id"] == engine_id]
-        for before, after in itertools.pairwise(loads):
+        swaps = sorted(
+            (swap["t"], swap["pause_s"], swap["num_recomputed_tokens"]) for swap in journal.swaps if swap["engine_id"] == engine_id
+        )
+        swapped_s = [t for t, *_ in swaps]
+        for before, after in itertools.pairwise(loads[:: 1 + (len(loads) - 1) // most]):
             num_passes, start, end = after["num_steps"] - before["num_steps"], before["t"], after["t"]
             if num_passes < 3 or start < first_s:
                 continue
-            busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(swap["pause_s"] for swap in swaps if start < swap["t"] <= end)
+            meanwhile = swaps[bisect.bisect(swapped_s, start) : bisect.bisect(swapped_s, end)]
+            busy_s = end - start - (after["idle_s"] - before["idle_s"]) - sum(pause_s for _, pause_s, _ in meanwhile)
             low, high = np.searchsorted(asked, (start, end))
             num_prompts = len(set(groups[low:high]))
             prompts = num_prompts * prompt_tokens + (high - low - num_prompts) * min(prompt_tokens, part)
             prompts += resumed_tokens * float(np.diff(np.searchsorted(resumed, (start, end)))[0])
-            prompts += sum(swap["num_recomputed_tokens"] for swap in swaps if start < swap["t"] <= end)
-            own = within(journal.passes.get(engine_id, ()), start, end) or [(start, end)]
-            others = sum(_overlap(passes, own) for key, passes in journal.passes.items() if key != engine_id)
+            prompts += sum(num for *_, num in meanwhile)
+            own = (passes[engine_id].within(start, end) if engine_id in passes else []) or [(start, end)]
+            others = sum(_overlap(each, own) for key, each in passes.items() if key != engine_id)
             context = after.get("num_context_tokens", 0) - before.get("num_context_tokens", 0)
-            beside = _overlap(journal.work, own), others, _overlap(journal.prm_work, own)
+            beside = _overlap(work, own), others, _overlap(prm_work, own)
             yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, *beside
 
 
-def within(spans: Sequence[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
-    """Return the parts of some spans between two moments."""
-    return [(max(start, since), min(end, until)) for since, until in spans if since < end and until > start]
-
-
-def _overlap(work: Sequence[tuple[float, float]], stretches: Sequence[tuple[float, float]]) -> float:
-    """Return the part of some stretches that spans cover."""
-    covered_s = sum(max(0.0, min(end, until) - max(start, since)) for start, end in stretches for since, until in work)
-    return covered_s / sum(end - start for start, end in stretches)
+def _overlap(work: Stretches, stretches: Sequence[Stretch]) -> float:
+    """Return the part of some stretches that others cover."""
+    return work.covered_s(stretches) / sum(end - start for start, end in stretches)
 
 
 def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[float, Numbers, tuple[float, ...]]:
@@ -184,13 +190,14 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
     many engines and process reward models worked beside the trainer).
     """
     prompt_tokens, reply_tokens = run.given_tokens()
+    prm_work = Stretches((start, end) for start, end, _ in run.journal.prm_batches)
+    work, others = Stretches(run.journal.work), [*map(Stretches, run.journal.passes.values()), prm_work]
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
         if seconds is None or after["t"] <= before["t"]:
             continue
-        work = within(run.journal.work, before["t"], after["t"])
-        others = [*run.journal.passes.values(), run.journal.prm_work]
-        *engines, prm = [_overlap(one, work) if work else 0.0 for one in others]
+        own = work.within(before["t"], after["t"])
+        *engines, prm = [_overlap(one, own) if own else 0.0 for one in others]
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
         without = after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
         num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
@@ -234,7 +241,7 @@ def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str
     )
     num_between = num_steps - sum(run.rollouts.num_scored for run in asked)  # the last step of a rollout ends with it
     told = {"prm_token_s": busy_s / num_tokens, "prm_step_tokens": num_tokens / num_between if num_between > 0 else 0.0}
-    table = np.array([row for run in asked for row in _batches(run)])
+    table = np.array([row for run in asked for row in _batches(run, most=_MOST_ROWS // len(asked))])
     if len(table) < _FEWEST_BATCHES:
         return told, {}
     seconds, steps, tokens, *beside = table.T
@@ -243,13 +250,14 @@ def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str
     return told, dict(zip(("prm/trainer", "prm/engine"), slowdowns, strict=True))
 
 
-def _batches(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float]]:
-    """Yield the batches of a run's process reward models after its first step: (seconds, steps, tokens, and how many trainers and engines
-    worked beside each).
+def _batches(run: RecordedRun, *, most: int) -> Iterator[tuple[float, float, float, float, float]]:
+    """Yield the batches of a run's process reward models after its first step, every second or third one where it has more than `most`:
+    (seconds, steps, tokens, and how many trainers and engines worked beside each).
     """
     journal = run.journal
     step_tokens = journal.prm_sum("num_trace_tokens") / max(1.0, journal.prm_sum("num_steps"))
-    for start, end, steps in journal.prm_batches:
+    work, passes = Stretches(journal.work), [Stretches(each) for each in journal.passes.values()]
+    for start, end, steps in journal.prm_batches[:: 1 + (len(journal.prm_batches) - 1) // most]:
         if start > journal.steps[0]["t"] and end > start:
-            work, *passes = (_overlap(one, [(start, end)]) for one in (journal.work, *journal.passes.values()))
-            yield end - start, steps, steps * step_tokens, work, sum(passes)
+            own = [(start, end)]
+            yield end - start, steps, steps * step_tokens, _overlap(work, own), sum(_overlap(each, own) for each in passes)

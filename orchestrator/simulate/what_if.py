@@ -3,6 +3,8 @@
 The world is fitted to the run (`calibrated`), and the run is simulated as it was and with one setting changed at a time, on the same draws.
 What is told is measured seconds times simulated seconds with the change over simulated seconds without it, so that what the models leave
 out of both cancels. Beside it stands how far the simulation is off: fitted to the first half of the run's steps, it foretells the second.
+
+Of a long run this is about its last steps alone, which say best what the next ones will be like.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypedDict
 
 import msgspec
 
@@ -32,13 +35,28 @@ _OWN_DEVICES = "what is added has devices, or cores, of its own"
 _ONE_ENGINE = ": one engine tells nothing of how two share a machine"
 MIN_STEPS = 8
 """Steps of a run whose halves are compared; of fewer, one slow step would be half of the error."""
+MOST_ROLLOUTS = 32_768
+"""Rollouts of which a run has more are not all simulated: that many take a few seconds."""
+
+
+class Window(TypedDict, total=False):
+    """What of a run is read (`recorded.read_run`); nothing: all of it."""
+
+    since_s: float
+    lead_s: float
 
 
 def foretell(run_folder: Path, *, budget_s: float = BUDGET_S) -> WhatIfs:
     """Return what single changes would have made of a run. Raises `DataError` where the run tells too little to learn from."""
-    ends_s = _step_ends_s(run_folder)
-    config = _as_far(load_run(run_folder), num_steps=len(ends_s))
-    world = world_of_runs(config, [run_folder])
+    every_s, config = _step_ends_s(run_folder), load_run(run_folder)
+    num_steps = max(MIN_STEPS, MOST_ROLLOUTS // (config.batch.groups_per_step * config.rollout.group_size))
+    first = max(0, len(every_s) - 1 - num_steps)
+    ends_s, config = every_s[first:], _as_far(config, num_steps=len(every_s) - first)
+    window: Window = {}
+    if first:
+        sampled_from = max(0, first - 1 - (config.pipeline.max_staleness if config.pipeline.mode is Mode.STREAMING else 1))
+        window = {"since_s": ends_s[0], "lead_s": ends_s[0] - every_s[sampled_from]}
+    world = world_of_runs(config, [run_folder], **window)
     until_s = time.process_time() + budget_s
     usual_s = _seconds(config, world)
     tried: list[WhatIf] = []
@@ -52,10 +70,11 @@ def foretell(run_folder: Path, *, budget_s: float = BUDGET_S) -> WhatIfs:
             continue
         tried.append(WhatIf(change=words, overrides=overrides, seconds=factor * (ends_s[-1] - ends_s[0])))
     return WhatIfs(
-        last_step=len(ends_s) - 1,
+        first_step=first + 1,
+        last_step=len(every_s) - 1,
         measured_s=ends_s[-1] - ends_s[0],
         simulated_s=usual_s,
-        held_out_error=_held_out_error(config, run_folder, ends_s),
+        held_out_error=_held_out_error(config, run_folder, ends_s, window),
         what_ifs=tuple(sorted(tried, key=lambda one: one.seconds)),
         assumes=_OWN_DEVICES + (_ONE_ENGINE if config.engine.count == 1 else ""),
     )
@@ -101,13 +120,13 @@ def _seconds(config: Config, world: World) -> float:
     return ends_s[-1] - ends_s[0]
 
 
-def _held_out_error(config: Config, run_folder: Path, ends_s: list[float]) -> float | None:
+def _held_out_error(config: Config, run_folder: Path, ends_s: list[float], window: Window) -> float | None:
     """Return how much longer the second half of the steps lasts in a simulation that knows the first, in parts of the measured time."""
     if len(ends_s) < MIN_STEPS:
         return None
     half = len(ends_s) // 2
     try:
-        world = world_of_runs(config, [run_folder], until_s=ends_s[half - 1])
+        world = world_of_runs(config, [run_folder], until_s=ends_s[half - 1], **window)
     except PipelineError:
         return None
     simulated = simulate(config, world).totals.step_ends_s

@@ -28,8 +28,10 @@ class WhatIfs(msgspec.Struct, frozen=True, kw_only=True):
     """All that were tried, shortest first."""
 
     last_step: int
+    first_step: int = 1
+    """The first one that was simulated: 1, but in a long run."""
     measured_s: float
-    """From the end of step 0 to that of `last_step`."""
+    """From the end of the step before `first_step` to that of `last_step`."""
     simulated_s: float
     """The same, simulated as the run was."""
     held_out_error: float | None
@@ -39,17 +41,17 @@ class WhatIfs(msgspec.Struct, frozen=True, kw_only=True):
 
     def sentences(self) -> Iterator[str]:
         """Say what would have shortened the run, what would not, and how far the simulation is off."""
-        took = duration(self.measured_s)
+        took, steps = duration(self.measured_s), f"steps {self.first_step:,} to {self.last_step:,}"
         shorter = [one for one in self.what_ifs if one.seconds < (1 - CLEARLY) * self.measured_s]
         for one in shorter:
-            yield f"With {one.change}, steps 1 to {self.last_step} would have taken {duration(one.seconds)} instead of {took}."
+            yield f"With {one.change}, {steps} would have taken {duration(one.seconds)} instead of {took}."
         others = [one for one in self.what_ifs if one not in shorter]
         if others:
             told = "; ".join(f"{one.change}: {duration(one.seconds)}" for one in others)
             yield f"{'Of little use, or slower' if shorter else f'Nothing tried would have shortened the {took}'}: {told}."
-        yield f"Simulated as it was, the run takes {duration(self.simulated_s)}: {_off(self.simulated_s / self.measured_s - 1)}."
+        yield f"Simulated as they were, {steps} take {duration(self.simulated_s)}: {_off(self.simulated_s / self.measured_s - 1)}."
         if self.held_out_error is not None:
-            yield f"Fitted to the first half of its steps, the simulation foretells the second half {_off(self.held_out_error)}."
+            yield f"Fitted to the first half of these steps, the simulation foretells the second half {_off(self.held_out_error)}."
         if self.assumes:
             yield f"It assumes that {self.assumes}."
 

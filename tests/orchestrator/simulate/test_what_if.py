@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orchestrator.simulate import what_if
 from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.recorded import read_journal
 from orchestrator.simulate.run import simulate
@@ -76,6 +77,29 @@ def test_nothing_later_is_read_for_it(run_folder: Path):
     assert max(load["t"] for loads in journal.loads.values() for load in loads) <= 1014.0
 
 
+def test_of_a_long_run_the_last_steps_are_simulated(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step ends every two seconds, the first at 1002; the bound is one of steps that are trained, beside what is sampled before."""
+    monkeypatch.setattr(what_if, "MOST_ROLLOUTS", 1)
+    found = foretell(run_folder)
+    assert (found.first_step, found.last_step) == (STEPS - what_if.MIN_STEPS, STEPS - 1)
+    assert found.measured_s == 2.0 * what_if.MIN_STEPS
+    since_s = 1002.0 + 2 * (STEPS - 1 - what_if.MIN_STEPS)
+    settings = config(engine={"kind": "fake", "count": 1, "max_running": 4}, trainer={"steps": what_if.MIN_STEPS + 1})
+    known = world_of_runs(settings, [run_folder], since_s=since_s, lead_s=2.0 * (1 + settings.pipeline.max_staleness))
+    ends_s = simulate(settings, known).totals.step_ends_s
+    assert found.simulated_s == pytest.approx(ends_s[-1] - ends_s[0])
+    assert f"steps {found.first_step} to {found.last_step} take" in " ".join(found.sentences())
+
+
+def test_nothing_earlier_is_read_for_it(run_folder: Path):
+    world = world_of_runs(SETTINGS, [run_folder], since_s=1014.0, lead_s=4.0)
+    assert len(world.lengths.recorded) == 2 * (STEPS - 4), "of each step from the one that ended at 1010 on"
+    journal = read_journal(run_folder, since_s=1014.0)
+    assert len(journal.steps) == STEPS - 6
+    assert min(start for start, _ in journal.work) >= 1014.0
+    assert min(load["t"] for loads in journal.loads.values() for load in loads) >= 1014.0
+
+
 def test_a_run_that_tells_too_little_is_refused(tmp_path: Path):
     write_settings(tmp_path, SETTINGS)
     (tmp_path / "journal").mkdir()
@@ -99,8 +123,8 @@ def test_sentences_say_what_helps_what_does_not_and_how_far_off_it_is():
     assert list(SAID.sentences()) == [
         "With 3 engines in place of 2, steps 1 to 40 would have taken 41 min 00 s instead of 58 min 00 s.",
         "Of little use, or slower: 2 trainer ranks in place of 1: 57 min 50 s.",
-        "Simulated as it was, the run takes 56 min 16 s: 3.0\N{NO-BREAK SPACE}% too short.",
-        "Fitted to the first half of its steps, the simulation foretells the second half 5.0\N{NO-BREAK SPACE}% too long.",
+        "Simulated as they were, steps 1 to 40 take 56 min 16 s: 3.0\N{NO-BREAK SPACE}% too short.",
+        "Fitted to the first half of these steps, the simulation foretells the second half 5.0\N{NO-BREAK SPACE}% too long.",
     ]
 
 
