@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.ledger.ledger import Ledger
 from orchestrator.simulate.calibrated import _admit_s, _rewards, world_of_runs
-from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_journal, read_ledger
+from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_journal, read_ledger, read_run
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
 from orchestrator.simulate.speeds import _num_computed, _points, _reports, _squares, _steps, trainer_of_runs
@@ -205,6 +205,25 @@ def test_so_does_what_batches_of_a_process_reward_model_take(tmp_path: Path):
     num_scored = 2 * 2 * (NUM_STEPS + 2)
     num_tokens = num_steps / 2 * 10 + num_steps / 2 * 40
     assert found.scoring.prm_step_tokens == pytest.approx(num_tokens / (num_steps - num_scored)), "one step of each ends with it"
+
+
+def test_what_a_process_reward_model_did_before_is_not_counted(tmp_path: Path):
+    write_run(tmp_path / "run")
+    num_steps = write_batches(tmp_path / "run", step_tokens=10)
+    late = read_journal(tmp_path / "run", since_s=1010.5)
+    later = sum(steps for *_, steps in late.prm_batches)
+    assert 0 < later < num_steps
+    assert late.prm_sum("num_steps") == pytest.approx(later, abs=16), "its reports come once a second"
+    assert late.prm_sum("num_trace_tokens") == 10 * late.prm_sum("num_steps")
+
+
+def test_of_many_reports_every_second_or_third_one_is_enough(tmp_path: Path):
+    write_run(tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    whole, part = ([num_passes for _, num_passes, *_ in _reports(run, most=most)] for most in (1000, 7))
+    assert 4 <= len(part) <= 7 < len(whole)
+    sums = [[sum(whole[first + 4 * number :][:4]) for number in range(len(part))] for first in range(4)]
+    assert part in sums, "each is about four of them together"
 
 
 def test_tokens_that_are_computed_anew_cost_what_those_of_prompts_do(tmp_path: Path):

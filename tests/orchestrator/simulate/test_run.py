@@ -164,6 +164,16 @@ def test_a_process_reward_model_slows_engines_where_they_share_a_machine():
     assert simulate(config(**sections), beside).seconds > 1.05 * simulate(config(**sections), alone).seconds
 
 
+def test_a_process_reward_model_takes_its_time_for_each_step_and_steps_are_as_long_as_a_run_has_shown():
+    sections = {**MANY, "prm": {"path": "unused", "chunk_tokens": 8}}
+
+    def seconds(**scoring: float) -> float:
+        return simulate(config(**sections), dataclasses.replace(BUSY, scoring=dataclasses.replace(BUSY.scoring, **scoring))).seconds
+
+    usual, many, few = seconds(), seconds(prm_step_s=0.05), seconds(prm_step_s=0.05, prm_step_tokens=1000.0)
+    assert many > 1.5 * few > 1.5 * usual, "of a rollout one step is left where steps are longer than all of it"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_lost_and_nothing_is_too_old(case: str):
     sections = {**MANY}
