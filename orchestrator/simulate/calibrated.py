@@ -42,8 +42,8 @@ def world_of_runs(
 ) -> World:
     """Return the world of one or several runs for a config, as `read_run` reads them.
 
-    The first run tells what rollouts and scores are like, all of them how fast engine and trainer are. Raises `DataError` where the journal
-    or the ledger of one has too little to learn from.
+    The first run tells what rollouts and scores are like, all of them how fast engine, trainer and process reward model are. Raises
+    `DataError` where the journal or the ledger of one has too little to learn from.
     """
     runs = [read_run(folder, until_s, since_s=since_s, lead_s=lead_s) for folder in run_folders]
     first, *_ = runs

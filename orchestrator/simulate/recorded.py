@@ -51,8 +51,12 @@ class RunJournal:
     """Of the engines' KV caches."""
 
     def prm_sum(self, name: str) -> float:
-        """Return by how much a counter of the process reward models' reports grew, all of them together."""
-        return float(sum((report.get(name) or 0) - self.prms_before.get(key, {}).get(name, 0) for key, report in self.prms.items()))
+        """Return by how much a counter of the process reward models' reports grew, all of them together; that of a process that was
+        started again begins at 0.
+        """
+        ends = {process: report.get(name) or 0 for process, report in self.prms.items()}
+        begins = {process: report.get(name) or 0 for process, report in self.prms_before.items()}
+        return float(sum(end - begin if (begin := begins.get(process, 0)) <= end else end for process, end in ends.items()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

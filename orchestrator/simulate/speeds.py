@@ -49,7 +49,7 @@ _LEAST_SPREAD = 0.02
 
 def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, dict[str, float]]:
     """Return an engine, and how much longer a pass lasts beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
-    most = _MOST_ROWS // max(1, sum(len(run.journal.loads) for run in runs))
+    most = max(1, _MOST_ROWS // max(1, sum(len(run.journal.loads) for run in runs)))
     table = np.array([row for run in runs for row in _reports(run, most=most)])
     if len(table) < 3:
         raise DataError("the engines' journals hold fewer than 3 reports with passes: run longer, so that there is something to fit")

@@ -217,6 +217,11 @@ def test_what_a_process_reward_model_did_before_is_not_counted(tmp_path: Path):
     assert late.prm_sum("num_trace_tokens") == 10 * late.prm_sum("num_steps")
 
 
+def test_a_process_reward_model_that_was_started_again_counts_from_nothing():
+    journal = RunJournal(prms={"a": {"n": 3}, "b": {"n": 9}, "c": {"n": None}}, prms_before={"a": {"n": 10}, "b": {"n": 4}})
+    assert journal.prm_sum("n") == 3 + 5
+
+
 def test_of_many_reports_every_second_or_third_one_is_enough(tmp_path: Path):
     write_run(tmp_path / "run")
     run = read_run(tmp_path / "run")
