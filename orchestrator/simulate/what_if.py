@@ -37,6 +37,8 @@ MIN_STEPS = 8
 """Steps of a run whose halves are compared; of fewer, one slow step would be half of the error."""
 MOST_ROLLOUTS = 32_768
 """Rollouts of which a run has more are not all simulated: that many take a few seconds."""
+LEAST_STEPS = 24
+"""Steps that are simulated of a long run in any case: learned from 10 of a real run's, they took a quarter too long, from 15 or 20 not."""
 
 
 class Window(TypedDict, total=False):
@@ -49,7 +51,7 @@ class Window(TypedDict, total=False):
 def foretell(run_folder: Path, *, budget_s: float = BUDGET_S) -> WhatIfs:
     """Return what single changes would have made of a run. Raises `DataError` where the run tells too little to learn from."""
     every_s, config = _step_ends_s(run_folder), load_run(run_folder)
-    num_steps = max(MIN_STEPS, MOST_ROLLOUTS // (config.batch.groups_per_step * config.rollout.group_size))
+    num_steps = max(LEAST_STEPS, MOST_ROLLOUTS // (config.batch.groups_per_step * config.rollout.group_size))
     first = max(0, len(every_s) - 1 - num_steps)
     ends_s, config = every_s[first:], _as_far(config, num_steps=len(every_s) - first)
     window: Window = {}

@@ -80,11 +80,12 @@ def test_nothing_later_is_read_for_it(run_folder: Path):
 def test_of_a_long_run_the_last_steps_are_simulated(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A step ends every two seconds, the first at 1002; the bound is one of steps that are trained, beside what is sampled before."""
     monkeypatch.setattr(what_if, "MOST_ROLLOUTS", 1)
+    monkeypatch.setattr(what_if, "LEAST_STEPS", 8)
     found = foretell(run_folder)
-    assert (found.first_step, found.last_step) == (STEPS - what_if.MIN_STEPS, STEPS - 1)
-    assert found.measured_s == 2.0 * what_if.MIN_STEPS
-    since_s = 1002.0 + 2 * (STEPS - 1 - what_if.MIN_STEPS)
-    settings = config(engine={"kind": "fake", "count": 1, "max_running": 4}, trainer={"steps": what_if.MIN_STEPS + 1})
+    assert (found.first_step, found.last_step) == (STEPS - what_if.LEAST_STEPS, STEPS - 1)
+    assert found.measured_s == 2.0 * what_if.LEAST_STEPS
+    since_s = 1002.0 + 2 * (STEPS - 1 - what_if.LEAST_STEPS)
+    settings = config(engine={"kind": "fake", "count": 1, "max_running": 4}, trainer={"steps": what_if.LEAST_STEPS + 1})
     known = world_of_runs(settings, [run_folder], since_s=since_s, lead_s=2.0 * (1 + settings.pipeline.max_staleness))
     ends_s = simulate(settings, known).totals.step_ends_s
     assert found.simulated_s == pytest.approx(ends_s[-1] - ends_s[0])
