@@ -47,6 +47,21 @@ def test_a_fence_that_is_never_closed_is_read_once_however_many_blank_lines_foll
     assert len(text) - 10 <= marks.num_scanned <= 2 * len(text), "with the few characters in which a mark may have begun"
 
 
+def test_a_chunk_without_the_end_of_a_step_is_decoded_once_however_many_tokens_it_has() -> None:
+    num_decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return by_bytes(token_ids)
+
+    splitter = Splitter(decode, max_steps=100)
+    for _ in range(10):
+        splitter.feed(b"abcdefgh" * 16)
+    assert num_decoded <= 10 * (128 + 2 * 8), "of those before, eight are decoded, with the chunk and alone"
+    assert [step.end for step in splitter.finish()] == [1279]
+
+
 def test_blank_lines_separate_steps_but_not_in_code_or_display_mathematics() -> None:
     steps = split(TEXT)
     assert [step.text for step in steps] == STEPS

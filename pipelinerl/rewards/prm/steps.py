@@ -10,6 +10,7 @@ chunks of any size give the same steps.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -87,15 +88,11 @@ class Splitter:
         self._decode = decode
         self._max_steps = max_steps
         self._token_ids: list[int] = []
-        self._ends: list[int] = []
-        """Number of characters of the text up to and including each token; tokens that share a character all end with it."""
+        self._reads: list[tuple[int, int]] = [(0, 0)]
+        """Numbers of tokens and of characters up to the end of each piece of text that was decoded."""
         self._text = ""
         self._new: list[str] = []
         """What is still to be appended to `_text`: each time costs a copy of it."""
-        self._num_characters = 0
-        """Characters of `_text` and `_new`."""
-        self._num_read = 0
-        """Number of tokens whose characters are in these."""
         self._start = 0
         """Character at which the step being written begins."""
         self._searched = 0
@@ -109,14 +106,16 @@ class Splitter:
 
     def feed(self, token_ids: Sequence[int]) -> list[Step]:
         """Take the next tokens, and return the steps that they complete."""
-        for token_id in token_ids:
-            self._token_ids.append(int(token_id))
-            self._read()
+        known = len(self._token_ids)
+        self._token_ids += map(int, token_ids)
+        if not self._read(len(self._token_ids)):  # the last character is not whole: those before it are read now
+            for end in range(known + 1, len(self._token_ids)):
+                self._read(end)
         return self._cut()
 
     def finish(self) -> list[Step]:
         """End the trace, and return the steps that are left; the last one holds the rest of the text, unless that is white space."""
-        self._read(is_last=True)
+        self._read(len(self._token_ids), is_last=True)
         steps = self._cut(is_last=True)
         text = self._text[self._start :].strip()
         if text:
@@ -124,17 +123,20 @@ class Splitter:
             self._start = len(self._text)
         return steps
 
-    def _read(self, *, is_last: bool = False) -> None:
-        """Append to the text the characters of the tokens since the last whole character."""
-        before = max(0, self._num_read - _WINDOW)
-        known = self._decode(self._token_ids[before : self._num_read])
-        text = self._decode(self._token_ids[before:])
-        is_whole = is_last or not text.endswith(_UNFINISHED)
-        if is_whole:
-            self._new.append(text[len(known) :])
-            self._num_characters += len(self._new[-1])
-            self._num_read = len(self._token_ids)
-            self._ends += [self._num_characters] * (self._num_read - len(self._ends))
+    def _read(self, end: int, *, is_last: bool = False) -> bool:
+        """Append to the text the characters of the tokens before `end` that are not in it; return false where the last one is not whole."""
+        begin, num_characters = self._reads[-1]
+        text = self._decoded(begin, end)
+        if begin == end or (text.endswith(_UNFINISHED) and not is_last):
+            return begin == end
+        self._new.append(text)
+        self._reads.append((end, num_characters + len(text)))
+        return True
+
+    def _decoded(self, begin: int, end: int) -> str:
+        """Return the characters that the tokens from `begin` on, and before `end`, add to those before."""
+        before = max(0, begin - _WINDOW)
+        return self._decode(self._token_ids[before:end])[len(self._decode(self._token_ids[before:begin])) :]
 
     def _cut(self, *, is_last: bool = False) -> list[Step]:
         self._text += "".join(self._new)
@@ -182,9 +184,16 @@ class Splitter:
         return step
 
     def _token_before(self, position: int) -> int:
-        """Return the last token whose characters all lie before this position; -1 where there is none."""
-        low, high = 0, len(self._ends)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._ends[middle] <= position else (low, middle)
-        return low - 1
+        """Return the last token whose characters all lie before this position; -1 where there is none. Tokens that share a character all
+        end with it.
+        """
+        read = bisect.bisect_right(self._reads, position, key=lambda read: read[1]) - 1
+        last, num_characters = self._reads[read]
+        end = self._reads[read + 1][0] if read + 1 < len(self._reads) else last
+        begin = last
+        for after in range(begin + 1, end):  # a piece that ends behind the position is read once more, token by token
+            text = self._decoded(begin, after)
+            if not text.endswith(_UNFINISHED):
+                begin, num_characters = after, num_characters + len(text)
+                last = after if num_characters <= position else last
+        return last - 1
