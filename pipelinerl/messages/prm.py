@@ -34,6 +34,8 @@ class PrmLoad(Message, frozen=True):
     """Number of its own tokens that scoring every step from scratch would have cost."""
     busy_s: float
     """Seconds spent on scoring."""
+    num_batches: int = 0
+    """Number of batches in which it has scored them."""
 
 
 class TraceTokens(Message, frozen=True):

@@ -77,7 +77,7 @@ class PrmServer:
         self._touched: dict[str, bool] = {}
         """Traces with new tokens since the last batch, by rollout; true where the trace is complete."""
         self._failures = Failures()
-        self._num_steps = 0
+        self._num_steps = self._num_batches = 0
         self._total_taken = 0
         self._busy_s = 0.0
         self._is_stopped = False
@@ -149,11 +149,14 @@ class PrmServer:
             found = self._scorer.score([self._traces[rollout_id] for rollout_id in touched])
         self._busy_s += time.monotonic() - started
         if found:
+            self._num_batches += 1
             self._journal.span(f"scorer-{self._prm_id}", "score", start=started_at, end=time.time(), count=len(found))
         self._num_steps += len(found)
+        scores: dict[str, list[StepScore]] = {rollout_id: [] for rollout_id in touched}
+        for one in found:
+            scores[one.trace.rollout_id].append(one)
+        self._link.send(*(self._answer(rollout_id, scores[rollout_id], is_last=is_last) for rollout_id, is_last in touched.items()))
         for rollout_id, is_last in touched.items():
-            scores = [one for one in found if one.trace is self._traces[rollout_id]]
-            self._link.send(self._answer(rollout_id, scores, is_last=is_last))
             if is_last:
                 self._drop(rollout_id)
 
@@ -197,6 +200,7 @@ class PrmServer:
             num_computed=cost.num_computed,
             num_uncached_tokens=cost.num_asked,
             busy_s=self._busy_s,
+            num_batches=self._num_batches,
         )
 
     def _write_load(self, load: PrmLoad) -> None:
