@@ -108,6 +108,7 @@ def elastic_goes_with(
     weights: WeightsSection,
     tinker: TinkerSection | None,
     lora: LoraSection,
+    prm: PrmSection,
     policies: dict[str, dict[str, Any]],
 ) -> Iterator[str]:
     if not pipeline.elastic:
@@ -123,7 +124,7 @@ def elastic_goes_with(
         yield "pipeline.elastic is true, and a script's policies keep their engines and ranks. Leave it out."
     if engine.elsewhere:
         yield f"pipeline.elastic is true, but engine.elsewhere is {engine.elsewhere}: no rank can be started there. Leave one of them out."
-    for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores)):
+    for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores), ("prm.cores", prm.cores)):
         if cores:
             yield f"pipeline.elastic is true, but {name} names a core for each process of the layout that it begins with. Leave it out."
     units = units_of(engine, trainer.layout, least_ranks=trainer.least_ranks)

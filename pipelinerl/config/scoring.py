@@ -137,6 +137,7 @@ class PrmSection(Section):
     deadline_s: PositiveFloat = Field(120.0, description="longest batch; after it the process is killed and started again")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="weights of the model")
     max_tokens: PositiveInt | None = Field(None, description="longest trace it takes, tags included; default: the model's own")
+    cores: tuple[int, ...] = Field((), description="CPU core of each engine of the model, one each; empty lets the system choose")
     gpus: tuple[int | str, ...] = Field(
         (), description="indices or UUIDs of its GPUs, one for each rank of each engine; empty: those after the engines'"
     )

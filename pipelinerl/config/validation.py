@@ -69,8 +69,9 @@ def _group_can_survive(rollout: RolloutSection, batch: BatchSection) -> Iterator
         )
 
 
-def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection) -> Iterator[str]:
-    for part, wanted, cores in (("engine", engine.count, engine.cores), ("trainer", trainer.ranks, trainer.cores)):
+def _one_core_for_each_process(engine: EngineSection, trainer: TrainerSection, prm: PrmSection) -> Iterator[str]:
+    parts = ("engine", engine.count, engine.cores), ("trainer", trainer.ranks, trainer.cores), ("prm", prm.count, prm.cores)
+    for part, wanted, cores in parts:
         if cores and len(cores) != wanted:
             yield f"{part}.cores names {len(cores)} cores for {wanted} processes. Name one core for each, or none."
 

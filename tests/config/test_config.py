@@ -177,6 +177,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
             batch={"max_tokens": 4096, "min_group_size": 5},
             engine={"count": 2, "cores": [0, 1, 2]},
             trainer={"ranks": 2, "cores": [0], "parallel": {"tensor": 4}},
+            prm={"path": "prm", "cores": [0, 1]},
             weights={"adapters": "separate", "swap_mode": "copy"},
         )
     )
@@ -185,6 +186,7 @@ def test_settings_that_contradict_each_other_are_shown_at_once_with_what_to_do()
         "batch.min_group_size is 5 but rollout.group_size is 4: every group would fail. Lower batch.min_group_size.",
         "engine.cores names 3 cores for 2 processes. Name one core for each, or none.",
         "trainer.cores names 1 cores for 2 processes. Name one core for each, or none.",
+        "prm.cores names 2 cores for 1 processes. Name one core for each, or none.",
         "trainer.ranks = 2, parallel.tensor = 4: one replica takes 4 ranks (context x tensor x pipeline), which do not divide 2."
         " The nearest that works: ranks = 2, parallel.tensor = 2",
         'weights.adapters is "separate", but lora.rank is 0: all weights are trained. Set lora.rank, or leave weights.adapters out.',
@@ -660,6 +662,7 @@ KEYS = [
     "prm.deadline_s",
     "prm.dtype",
     "prm.max_tokens",
+    "prm.cores",
     "prm.gpus",
     "prm.options",
     "algorithm.name",

@@ -43,6 +43,7 @@ def test_three_engines_and_a_rank_may_change_what_they_do():
         ({"engine": {"elsewhere": 1}}, "engine.elsewhere is 1: no rank can be started there"),
         ({"engine": {"cores": [0, 1, 2]}}, "engine.cores names a core for each process"),
         ({"trainer": {"cores": [0]}}, "trainer.cores names a core for each process"),
+        ({"prm": {"path": "prm", "cores": [0]}}, "prm.cores names a core for each process"),
         ({"engine": {"count": 1}}, "engine.count is 1 and trainer.ranks is 1: neither can give any away"),
         (
             {"trainer": {"ranks": 2, "parallel": {"shard": 2}}},

@@ -21,7 +21,7 @@ from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.scorer import PrmScorer, StepScorer
 from pipelinerl.rewards.prm.server import PrmServer, convention_of
 from pipelinerl.runtime.devices import show_first
-from pipelinerl.runtime.membership import Kind, StartedBy, is_own
+from pipelinerl.runtime.membership import FIRST_PRM, Kind, StartedBy, is_own
 from pipelinerl.runtime.process import crash_report
 from pipelinerl.transport.zmq import ZmqLink
 
@@ -42,6 +42,8 @@ def main() -> None:
     with crash_report(arguments.run_folder, name):
         config = load_run(arguments.run_folder)
         set_environment()
+        if (number := arguments.index - FIRST_PRM) < len(config.prm.cores):
+            os.sched_setaffinity(0, {config.prm.cores[number]})
         if arguments.gpus:
             show_first(arguments.gpus)
         scorer = load_scorer(config.prm)
