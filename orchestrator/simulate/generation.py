@@ -19,7 +19,7 @@ from orchestrator.simulate.draws import Workload
 from orchestrator.simulate.engine import SimulatedEngine
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.rollouts import Rollout
-from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.scorers import Slots, Steps
 from orchestrator.simulate.sending import Sending
 from orchestrator.simulate.sequence import Sequence
 from orchestrator.simulate.waits import Waits
@@ -41,8 +41,8 @@ class Limits:
     max_tokens: int
     max_turns: int
     """1 without an environment."""
-    chunk_tokens: int
-    """Tokens between two reports to the process reward model; 0 without one."""
+    steps: Steps | None
+    """Those that a process reward model scores; None without one."""
 
 
 class Generation:
@@ -87,7 +87,7 @@ class Generation:
         """Called with a rollout that is written."""
         self.on_empty: Callable[[int], None] = lambda engine_id: None
         """Called with each engine that has nothing left."""
-        self.on_chunk: Callable[[Rollout, int], None] = lambda rollout, tokens: None
+        self.on_step: Callable[[Rollout, int], None] = lambda rollout, end: None
         """Called with tokens of a rollout as they are reported, for the process reward model."""
         self.full: Callable[[], str | None] = lambda: None
         """Names what has to be taken away before anything more is asked of engines."""
@@ -229,8 +229,8 @@ class Generation:
         written = rollout.num_sampled + rollout.num_observed
         turns = min(int(draws.turns[rollout.sibling]), limits.max_turns)
         whole = int(draws.lengths[rollout.sibling])
-        length = max(1, round(whole * (rollout.turn + 1) / turns) - round(whole * rollout.turn / turns) - rollout.num_moved)
-        room = max(1, limits.max_tokens - written)
+        whole = max(1, round(whole * (rollout.turn + 1) / turns) - round(whole * rollout.turn / turns) - rollout.num_moved)
+        length, sampled = min(whole, max(1, limits.max_tokens - written)), rollout.num_sampled
         context = draws.prompt_tokens + written
         is_cached = rollout.cached_under == (engine_id, engine.version)
         rollout.version, rollout.engine_id = max(rollout.version, engine.version), engine_id
@@ -238,12 +238,12 @@ class Generation:
             group_id=rollout.group_id,
             num_context=context,
             num_shared=draws.prompt_tokens,
-            length=min(length, room),
-            finish=Finish.STOP if length <= room else Finish.LENGTH,
+            length=length,
+            finish=Finish.STOP if length == whole else Finish.LENGTH,
             answer=lambda sequence: self._answered(rollout, sequence),
             num_cached=context - self._world.reply_tokens if is_cached else 0,
-            marks=tuple(range(limits.chunk_tokens, min(length, room), limits.chunk_tokens)) if limits.chunk_tokens else (),
-            reached=lambda sequence, mark: self.on_chunk(rollout, limits.chunk_tokens),
+            marks=tuple(end - sampled for end in limits.steps.ends(rollout, sampled, sampled + length)) if limits.steps else (),
+            reached=lambda sequence, mark: self.on_step(rollout, sampled + mark),
         )
         self._in_engines[engine_id][rollout] = None
         if self.dispatch is not None:

@@ -33,16 +33,16 @@ class RunJournal:
     """Seconds in which an engine fell asleep, where it shares its device with the trainer."""
     scorer: dict[str, Any] | None = None
     """The last report of the reward scorer."""
-    prms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """The last report of each process reward model, by process."""
+    prms: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Reports of each process reward model's own journal, in order."""
     prms_before: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Their last reports before what is read."""
     work: list[Stretch] = dataclasses.field(default_factory=list)
     """The trainer's work."""
     passes: dict[int, list[Stretch]] = dataclasses.field(default_factory=dict)
     """Each engine's passes without a break."""
-    prm_batches: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
-    """(start, end, steps) of what process reward models have scored at once."""
+    prm_work: dict[str, list[Stretch]] = dataclasses.field(default_factory=dict)
+    """Each process reward model's batches without a break."""
     calls_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of single reward calls."""
     replies_s: list[float] = dataclasses.field(default_factory=list)
@@ -54,7 +54,7 @@ class RunJournal:
         """Return by how much a counter of the process reward models' reports grew, all of them together; that of a process that was
         started again begins at 0.
         """
-        ends = {process: report.get(name) or 0 for process, report in self.prms.items()}
+        ends = {process: reports[-1].get(name) or 0 for process, reports in self.prms.items()}
         begins = {process: report.get(name) or 0 for process, report in self.prms_before.items()}
         return float(sum(end - begin if (begin := begins.get(process, 0)) <= end else end for process, end in ends.items()))
 
@@ -146,7 +146,7 @@ def read_journal(run_folder: Path, until_s: float = math.inf, *, since_s: float 
             case "load" if "num_scored" in line and "functions" in line:
                 found.scorer = line
             case "load" if "num_trace_tokens" in line:
-                found.prms[process] = line
+                found.prms.setdefault(process, []).append(line)
             case "step":
                 found.steps.append(line)
             case "swap":
@@ -163,7 +163,7 @@ def read_journal(run_folder: Path, until_s: float = math.inf, *, since_s: float 
         elif span.name == "forward":
             found.passes.setdefault(int(span.lane.partition("-")[2]), []).append((span.start, span.end))
         elif span.lane in found.prms:
-            found.prm_batches.append((span.start, span.end, span.count))
+            found.prm_work.setdefault(span.lane, []).append((span.start, span.end))
         elif span.name == "score" and span.count == 1:
             (found.replies_s if "/reply/" in span.lane else found.calls_s).append(span.end - span.start)
     return found

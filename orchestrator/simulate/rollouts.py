@@ -80,7 +80,9 @@ class Rollout:
     """The engine to which it moves once the one that writes it has ended it."""
     decision: EarlyStopDecision | None = None
     num_at_prm: int = 0
-    """Chunks of it that the process reward model has to answer for."""
+    """Steps of it that the process reward model has to answer for."""
+    num_traced: int = 0
+    """Tokens of it that the process reward model was sent."""
     waiting: ScoredTrajectory | None = None
     """Its score, while it waits for that."""
 
@@ -88,7 +90,7 @@ class Rollout:
         """Begin the next attempt: an earlier one was lost with its engine."""
         self.attempt += 1
         self.sequence, self.turn, self.num_observed, self.cached_under, self.decision = None, 0, 0, None, None
-        self.runs, self.num_sampled, self.num_moved, self.moves_to = [], 0, 0, None
+        self.runs, self.num_sampled, self.num_traced, self.num_moved, self.moves_to = [], 0, 0, 0, None
 
     def trajectory(self) -> SimulatedTrajectory:
         """Return what the rules are given of it."""

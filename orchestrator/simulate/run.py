@@ -31,7 +31,7 @@ from orchestrator.simulate.links import Link
 from orchestrator.simulate.migration import Migration
 from orchestrator.simulate.record import MAX_LANES, Record, Totals
 from orchestrator.simulate.roles import Elastic, RoleChanges
-from orchestrator.simulate.scorers import Slots, chunk_tokens_of, prm_of
+from orchestrator.simulate.scorers import Slots, prm_of, steps_of
 from orchestrator.simulate.scoring import Scoring, Stopping
 from orchestrator.simulate.trainer import Trainer
 from orchestrator.simulate.waits import Waits
@@ -215,7 +215,7 @@ class _Run:
                 num_siblings=self.num_siblings,
                 max_tokens=config.rollout.max_tokens,
                 max_turns=config.environment.max_turns if has_environment else 1,
-                chunk_tokens=chunk_tokens_of(config, world.scoring),
+                steps=steps_of(config, world.scoring),
             ),
             books=self.books,
             waits=self.waits,
@@ -245,7 +245,7 @@ class _Run:
             min_group_size=config.batch.min_group_size,
             queue_bytes=config.pipeline.queue_bytes,
             deadline_s=config.scorer.deadline_s,
-            chunk_tokens=chunk_tokens_of(config, self.world.scoring),
+            steps=steps_of(config, self.world.scoring),
             max_waiting_tokens=config.prm.max_waiting_tokens,
             stop=self.generation.stop,
         )
@@ -255,7 +255,7 @@ class _Run:
         self.events.settle = self.generation.settle
         self.generation.full = self.scoring.full
         self.generation.on_finished = self.scoring.take
-        self.generation.on_chunk = self.scoring.chunk
+        self.generation.on_step = self.scoring.step
         self.scoring.on_scored, self.scoring.group_cut = self.batching.take, self.generation.group_cut
         self.scoring.on_room = self.generation.credit
         self.batching.on_taken = self.scoring.taken

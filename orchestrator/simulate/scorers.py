@@ -5,10 +5,12 @@ in batches.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 
 from orchestrator.simulate.cores import Cores
 from orchestrator.simulate.events import Act
+from orchestrator.simulate.rollouts import Rollout
 from orchestrator.simulate.world import ScoringWorld
 from pipelinerl.config import Config
 
@@ -96,6 +98,25 @@ def prm_of(config: Config, world: ScoringWorld, cores: Cores) -> Batches | None:
     return Batches(cores, kind="prm", num_slots=config.prm.count, batch_s=world.prm_batch_s) if config.prm.is_used else None
 
 
-def chunk_tokens_of(config: Config, world: ScoringWorld) -> int:
-    """Return the tokens after which a process reward model has another step to score; 0 where there is none."""
-    return max(config.prm.chunk_tokens, round(world.prm_step_tokens)) if config.prm.is_used else 0
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Where the steps of completions end. The first ends anywhere, since their text says where steps do."""
+
+    num_tokens: int
+    """Tokens from one end to the next."""
+    chunk_tokens: int
+    """Tokens between two reports of an engine on a sequence: the end of a step is known with the next one."""
+
+    def ends(self, rollout: Rollout, first: int, last: int) -> list[int]:
+        """Return the tokens, more than `first` and fewer than `last`, after which a step of a rollout is known to have ended."""
+        begin = max(1, math.ceil(float(rollout.draws.luck[rollout.sibling, 0]) * self.num_tokens))
+        reports = (math.ceil(end / self.chunk_tokens) * self.chunk_tokens for end in range(begin, last, self.num_tokens))
+        return [end for end in reports if first < end < last]
+
+
+def steps_of(config: Config, world: ScoringWorld) -> Steps | None:
+    """Return where steps end that a run's process reward models score; None where it has none."""
+    if not config.prm.is_used:
+        return None
+    chunk_tokens = config.prm.chunk_tokens
+    return Steps(num_tokens=max(chunk_tokens, round(world.prm_step_tokens)), chunk_tokens=chunk_tokens)

@@ -16,7 +16,7 @@ from orchestrator.rules.group_rewards import join_comparison, plan_comparison
 from orchestrator.rules.grouping import Grouping
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.rollouts import Rollout
-from orchestrator.simulate.scorers import Slots
+from orchestrator.simulate.scorers import Slots, Steps
 from orchestrator.simulate.world import ScoringWorld
 from pipelinerl.messages import Outcome, Result, ScoredTrajectory
 
@@ -44,11 +44,11 @@ class Scoring:
         min_group_size: int,
         queue_bytes: int,
         deadline_s: float,
-        chunk_tokens: int,
+        steps: Steps | None,
         max_waiting_tokens: int,
         stop: Callable[[Rollout], None],
     ) -> None:
-        """`prm`, `stopping` and `comparing` are None in a run without them; `stop` ends a rollout that an engine writes."""
+        """`prm`, `steps`, `stopping` and `comparing` are None in a run without them; `stop` ends a rollout that an engine writes."""
         self.on_scored: Callable[[ScoredTrajectory], None] = lambda scored: None
         """Called with what batching may take. It calls `taken` once it has."""
         self.on_room: Callable[[], None] = lambda: None
@@ -60,12 +60,12 @@ class Scoring:
         self._events, self._world, self._slots, self.prm, self._stopping = events, world, slots, prm, stopping
         self._comparing, self._min_group_size, self._stop = comparing, min_group_size, stop
         self._queue_bytes, self._deadline_s = queue_bytes, deadline_s
-        self._chunk_tokens, self._max_waiting_tokens = chunk_tokens, max_waiting_tokens
+        self._steps, self._max_waiting_tokens = steps, max_waiting_tokens
         self._completions: collections.deque[tuple[Rollout, int]] = collections.deque()
         self._waiting_bytes = 0
         self._claimed_bytes = 0
-        self._num_chunks: dict[str, int] = {}
-        """Chunks of a rollout that the process reward model has scored."""
+        self._num_steps: dict[str, int] = {}
+        """Steps of a rollout that the process reward model has scored."""
 
     def full(self) -> str | None:
         """Name what has to be taken away before anything more is asked of engines."""
@@ -86,8 +86,7 @@ class Scoring:
     def take(self, rollout: Rollout) -> None:
         """Take a rollout that is written."""
         if self.prm is not None:
-            rest = rollout.num_sampled % self._chunk_tokens or min(rollout.num_sampled, self._chunk_tokens)
-            self.chunk(rollout, rest)
+            self.step(rollout, rollout.num_sampled)
         size = 13 * (rollout.num_sampled + rollout.num_observed + rollout.draws.prompt_tokens)
         self._completions.append((rollout, size))
         self._waiting_bytes += size
@@ -133,7 +132,7 @@ class Scoring:
             self._pass_on(scored)
 
     def _pass_on(self, scored: ScoredTrajectory) -> None:
-        self._num_chunks.pop(scored.trajectory.rollout_id, None)
+        self._num_steps.pop(scored.trajectory.rollout_id, None)
         if self._comparing is None:
             self.on_scored(scored)
             return
@@ -156,11 +155,12 @@ class Scoring:
 
     # --- the process reward model ---
 
-    def chunk(self, rollout: Rollout, tokens: int) -> None:
-        """Have the process reward model score tokens of a rollout that is being written, or was."""
+    def step(self, rollout: Rollout, end: int) -> None:
+        """Have the process reward model score the step of a rollout that is `end` tokens long by now, or in all."""
         assert self.prm is not None
-        attempt = rollout.attempt
+        attempt, tokens = rollout.attempt, end - rollout.num_traced
         rollout.num_at_prm += 1
+        rollout.num_traced = end
         self.num_waiting_tokens += tokens
         seconds = self._world.prm_step_s + self._world.prm_token_s * tokens
         self.prm.call(seconds, lambda: self._step_scored(rollout, tokens, attempt))
@@ -176,7 +176,7 @@ class Scoring:
             self._pass_on(scored)
 
     def _decide(self, rollout: Rollout) -> None:
-        number = self._num_chunks[rollout.name] = self._num_chunks.get(rollout.name, 0) + 1
+        number = self._num_steps[rollout.name] = self._num_steps.get(rollout.name, 0) + 1
         if self._stopping is None or rollout.decision is not None or rollout.sequence is None or not self._stopping.audit.allows_stopping:
             return
         decision = self._stopping.rule.decide(rollout.name, rollout.attempt, self._step_scores(rollout, number))
@@ -193,6 +193,7 @@ class Scoring:
         uniform = float(rollout.draws.luck[rollout.sibling, 1])
         if uniform >= self._world.hopeless_fraction:
             return [1.0] * number
-        steps = max(1, int(rollout.draws.lengths[rollout.sibling]) // self._chunk_tokens)
+        assert self._steps is not None
+        steps = max(1, int(rollout.draws.lengths[rollout.sibling]) // self._steps.num_tokens)
         shows_at = int(uniform / self._world.hopeless_fraction * steps)
         return [1.0 if step < shows_at else 0.0 for step in range(number)]

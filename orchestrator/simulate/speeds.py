@@ -4,7 +4,8 @@
                    = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + sum of s x part of the time in which another worked)
     trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
                    (1 + sum of u x part of the trainer's time in which another worked)
-    process reward model    seconds of a batch = (b + g steps + h tokens) (1 + sum of w x part of the batch in which another worked)
+    process reward model    seconds between two reports with batches
+                   = (b batches + g steps + h tokens) (1 + sum of w x part of them in which another worked)
 
 Others are the trainer, engines and process reward models, each with an s, a u and a w of its own.
 
@@ -36,13 +37,11 @@ from pipelinerl.errors import DataError
 _FEWEST_WITHOUT = 0.005
 """Part of the tokens that must be without a gradient to tell what they take."""
 _FEWEST_REPORTS = 5
-"""Reports that must tell of a pass with a number of sequences."""
+"""Reports that must tell of a pass with a number of sequences, or of a process reward model's batches."""
 _FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 _MOST_ROWS = 8192
-"""Reports of engines, or batches of a process reward model, to which one fit holds itself: more tell hardly more, and take minutes."""
-_FEWEST_BATCHES = 20
-"""Batches of a process reward model that must be recorded one by one to tell more than what a token takes."""
+"""Reports of engines, or of process reward models, to which one fit holds itself: more tell hardly more, and take minutes."""
 _LEAST_SPREAD = 0.02
 """Standard deviation that the number of others at work must have to tell what they slow down."""
 
@@ -104,7 +103,7 @@ def _reports(run: RecordedRun, *, most: int = 1 << 20) -> Iterator[tuple[float, 
     written = prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2
     resumed_tokens = reply_tokens + (written if written < journal.block_tokens else part)
     first_s = journal.steps[0]["t"]
-    work, prm_work = Stretches(journal.work), Stretches((start, end) for start, end, _ in journal.prm_batches)
+    work, prm_work = Stretches(journal.work), Stretches(itertools.chain.from_iterable(journal.prm_work.values()))
     passes = {engine_id: Stretches(each) for engine_id, each in journal.passes.items()}
     for engine_id, loads in journal.loads.items():
         asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
@@ -190,7 +189,7 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
     many engines and process reward models worked beside the trainer).
     """
     prompt_tokens, reply_tokens = run.given_tokens()
-    prm_work = Stretches((start, end) for start, end, _ in run.journal.prm_batches)
+    prm_work = Stretches(itertools.chain.from_iterable(run.journal.prm_work.values()))
     work, others = Stretches(run.journal.work), [*map(Stretches, run.journal.passes.values()), prm_work]
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
@@ -231,7 +230,7 @@ def _num_prompts(step: dict[str, Any], rollouts: RunRollouts) -> int:
 def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str, float]]:
     """Return fields of `ScoringWorld` of the process reward model, and how much longer its batches last, as `World.slowdowns`.
 
-    A batch's tokens are its steps times those of a step in its run.
+    Where reports do not tell the number of batches, as in runs of older versions, a token's seconds are all that is known.
     """
     asked = [run for run in runs if run.journal.prm_sum("num_trace_tokens")]
     if not asked:
@@ -241,23 +240,26 @@ def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str
     )
     num_between = num_steps - sum(run.rollouts.num_scored for run in asked)  # the last step of a rollout ends with it
     told = {"prm_token_s": busy_s / num_tokens, "prm_step_tokens": num_tokens / num_between if num_between > 0 else 0.0}
-    table = np.array([row for run in asked for row in _batches(run, most=_MOST_ROWS // len(asked))])
-    if len(table) < _FEWEST_BATCHES:
+    table = np.array([row for run in asked for row in _scored(run, most=_MOST_ROWS // len(asked))])
+    if len(table) < _FEWEST_REPORTS:
         return told, {}
-    seconds, steps, tokens, *beside = table.T
-    _, coefficients, slowdowns = _fit(seconds, np.column_stack([np.ones(len(table)), steps, tokens]), np.column_stack(beside))
+    seconds, batches, steps, tokens, *beside = table.T
+    _, coefficients, slowdowns = _fit(seconds, np.column_stack([batches, steps, tokens]), np.column_stack(beside))
     told |= dict(zip(("prm_batch_s", "prm_step_s", "prm_token_s"), coefficients.tolist(), strict=True))
     return told, dict(zip(("prm/trainer", "prm/engine"), slowdowns, strict=True))
 
 
-def _batches(run: RecordedRun, *, most: int) -> Iterator[tuple[float, float, float, float, float]]:
-    """Yield the batches of a run's process reward models after its first step, every second or third one where it has more than `most`:
-    (seconds, steps, tokens, and how many trainers and engines worked beside each).
+def _scored(run: RecordedRun, *, most: int) -> Iterator[tuple[float, float, float, float, float, float]]:
+    """Yield what lies between two reports of a process reward model after the first step, or between every second or third one where it
+    has more than `most`: (seconds of batches, batches, steps, tokens, and how many trainers and engines worked beside them).
     """
     journal = run.journal
-    step_tokens = journal.prm_sum("num_trace_tokens") / max(1.0, journal.prm_sum("num_steps"))
+    names = ("busy_s", "num_batches", "num_steps", "num_trace_tokens")
     work, passes = Stretches(journal.work), [Stretches(each) for each in journal.passes.values()]
-    for start, end, steps in journal.prm_batches[:: 1 + (len(journal.prm_batches) - 1) // most]:
-        if start > journal.steps[0]["t"] and end > start:
-            own = [(start, end)]
-            yield end - start, steps, steps * step_tokens, _overlap(work, own), sum(_overlap(each, own) for each in passes)
+    for process, reports in journal.prms.items():
+        scoring = Stretches(journal.prm_work.get(process, []))
+        for before, after in itertools.pairwise(reports[:: 1 + (len(reports) - 1) // most]):
+            seconds, batches, steps, tokens = (after.get(name, 0) - before.get(name, 0) for name in names)
+            own = scoring.within(before["t"], after["t"])
+            if batches > 0 and own and before["t"] > journal.steps[0]["t"]:
+                yield seconds, batches, steps, tokens, _overlap(work, own), sum(_overlap(each, own) for each in passes)

@@ -120,7 +120,7 @@ class ScoringWorld:
     prm_token_s: float = 0.0
     """Seconds for each of its tokens."""
     prm_step_tokens: float = 0.0
-    """Tokens from one step of a completion to the next: chunks of fewer are scored with what follows. 0: each chunk is a step."""
+    """Tokens from one step of a completion to the next, where they are more than those of a chunk; else each chunk is a step."""
     hopeless_fraction: float = 0.0
     """Part of the rollouts that the process reward model flags, each at a step drawn evenly."""
 

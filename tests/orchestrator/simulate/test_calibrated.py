@@ -78,20 +78,22 @@ def write_run(
 
 
 def write_batches(folder: Path, *, step_tokens: int) -> int:
-    """A process reward model beside what `write_run` has written: of each second a batch begins early, and one while all others rest.
-    Return its steps.
+    """A process reward model beside what `write_run` has written: two batches in each second, of three seconds in one while all others
+    rest. Return its steps.
     """
     chance, now, total, busy_s = np.random.default_rng(1), [1000.0], 0, 0.0
     with contextlib.closing(Journal(folder, "scorer-1", clock=lambda: now[0])) as prm:
         for second in range(2 * NUM_STEPS + 4):
-            for begins_s, works in ((0.1, True), (0.85, False)):
+            works = second % 3 > 0
+            for begins_s in (0.1, 0.3) if works else (0.82, 0.9):
                 steps, start = int(chance.integers(1, 9)), now[0] + begins_s
                 others = SLOWER_BATCHES["prm/engine"] + SLOWER_BATCHES["prm/trainer"] * (second % 2)
                 seconds = (BATCH_S + steps * (SCORED_STEP_S + step_tokens * SCORED_TOKEN_S)) * (1 + works * others)
                 prm.span("scorer-1", "score", start=start, end=start + seconds, count=steps)
                 total, busy_s = total + steps, busy_s + seconds
             now[0] += 1.0
-            prm.write("load", prm_id=1, num_trace_tokens=step_tokens * total, num_steps=total, busy_s=busy_s)
+            counted = {"num_trace_tokens": step_tokens * total, "num_steps": total, "num_batches": 2 * (second + 1)}
+            prm.write("load", prm_id=1, busy_s=busy_s, **counted)
     return total
 
 
@@ -211,14 +213,16 @@ def test_what_a_process_reward_model_did_before_is_not_counted(tmp_path: Path):
     write_run(tmp_path / "run")
     num_steps = write_batches(tmp_path / "run", step_tokens=10)
     late = read_journal(tmp_path / "run", since_s=1010.5)
-    later = sum(steps for *_, steps in late.prm_batches)
-    assert 0 < later < num_steps
-    assert late.prm_sum("num_steps") == pytest.approx(later, abs=16), "its reports come once a second"
+    (reports,), (before,) = late.prms.values(), late.prms_before.values()
+    assert before["t"] < 1010.5 < reports[0]["t"], "its reports come once a second"
+    assert 0 < late.prm_sum("num_steps") == num_steps - before["num_steps"]
     assert late.prm_sum("num_trace_tokens") == 10 * late.prm_sum("num_steps")
 
 
 def test_a_process_reward_model_that_was_started_again_counts_from_nothing():
-    journal = RunJournal(prms={"a": {"n": 3}, "b": {"n": 9}, "c": {"n": None}}, prms_before={"a": {"n": 10}, "b": {"n": 4}})
+    journal = RunJournal(
+        prms={"a": [{"n": 11}, {"n": 3}], "b": [{"n": 9}], "c": [{"n": None}]}, prms_before={"a": {"n": 10}, "b": {"n": 4}}
+    )
     assert journal.prm_sum("n") == 3 + 5
 
 

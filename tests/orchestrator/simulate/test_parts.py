@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from orchestrator.simulate.draws import Distribution, Workload, fixed, recorded
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.links import Link
 from orchestrator.simulate.rollouts import Rollout
-from orchestrator.simulate.scorers import Batches, Slots
+from orchestrator.simulate.scorers import Batches, Slots, Steps
 from pipelinerl.algorithms.staleness import measure
 from pipelinerl.errors import Stalled
 from pipelinerl.messages import TerminalStatus
@@ -101,6 +103,26 @@ def test_two_process_reward_models_share_what_waits():
     for name in "efg":
         models.call(1.0, lambda name=name: ended.__setitem__(name, events.now_s))
     assert run(events, ended, 7) == dict.fromkeys("abcd", 2.5) | {"e": 5.0, "f": 5.0, "g": 4.0}
+
+
+def with_luck(luck: float) -> Any:
+    """A rollout whose first draw is this."""
+    return SimpleNamespace(sibling=0, draws=SimpleNamespace(luck=np.array([[luck, 0.5]])))
+
+
+def test_steps_are_known_to_have_ended_with_the_next_report():
+    """Of 60 tokens each, the first ends after 0.3 of them: after 18, 78 and 138 tokens, which reports of 8 tell of at 24, 80 and 144."""
+    steps = Steps(num_tokens=60, chunk_tokens=8)
+    assert steps.ends(with_luck(0.3), 0, 150) == [24, 80, 144]
+    assert steps.ends(with_luck(0.3), 24, 144) == [80], "what was told, and what its end tells"
+    assert Steps(num_tokens=8, chunk_tokens=8).ends(with_luck(0.3), 0, 30) == [8, 16, 24]
+
+
+def test_completions_have_as_many_steps_as_their_tokens_say():
+    """Of 40 tokens in steps of 64, five of eight hold the end of a step, before the last report of 8."""
+    steps = Steps(num_tokens=64, chunk_tokens=8)
+    num = sum(len(steps.ends(with_luck(luck), 0, 41)) for luck in np.linspace(0.001, 1.0, 1000))
+    assert num == pytest.approx(1000 * 40 / 64, abs=2)
 
 
 def test_a_run_in_which_nothing_happens_is_said_to_be_stalled():
