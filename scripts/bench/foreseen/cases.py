@@ -4,7 +4,8 @@ The model is the demo's, five times as large and without its warm start: it stop
 own size two runs of the same settings were 15 % apart in tokens/s, of this size 1 %. The machine must be quiet.
 
 The trainer has a core, and all engines share the other one: three processes on two cores that nothing is bound to measure the system's
-scheduler. A process reward model is bound to none: on one core with an engine a batch of three steps waited for up to 5.7 s.
+scheduler. A process reward model shares the trainer's: bound to none, two runs of one setting were 45 % apart in the seconds of its
+batches; on one core with engines a batch of three steps waited for up to 5.7 s.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 """Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of several lengths tell a row
 from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
-also work alone, and in groups of four many samples have no gradient. An environment and a process
-reward model have three runs of their own besides, as `_USUAL`, `few` and `short`. Each is made `LEARNED_ROUNDS` times, in rounds: two runs
-of one setting, minutes apart, were up to 13 % apart in the speed of both trainer and engines, for all that no process here took."""
+also work alone, and in groups of four many samples have no gradient. An environment and a process reward model have four runs of their own
+besides, as `_USUAL`, `few`, `short` and `fours`. Each is made `LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart,
+were up to 13 % apart in the speed of both trainer and engines, for all that no process here took."""
 CONTROL: tuple[dict[str, Any], tuple[str, ...]] = ({"max_tokens": 24, "samples": 96}, ("pipeline.mode=sync", "trainer.steps=10"))
 """A run in rounds, in which engine and trainer work alone: by its tokens/s one sees whether the machine became faster or slower."""
 _USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "slots": 128, "reward_s": 0.0}
@@ -84,6 +85,7 @@ def settings_of(case: dict[str, Any]) -> list[str]:
         lines += [f'environment.function="{plugins}:reply"', "environment.max_turns=3"]
     if case["kind"] == "prm":
         lines += [f'prm.path="{FOLDER / "prm"}"', 'prm.dtype="float32"', "prm.chunk_tokens=8", 'prm.separator="="']
+        lines += [f"prm.cores={sorted(os.sched_getaffinity(0))[-1:]}"]
     return lines
 
 
@@ -96,7 +98,9 @@ def config_of(case: dict[str, Any]) -> Config:
 def learned_from(case: dict[str, Any]) -> list[Path]:
     """Return the folders of the runs that a case's forecast learns from, the most like it first."""
     engines, kind = case["engines"], case["kind"]
-    own = [] if kind in ("plain", "slow rewards") else [kind, f"{kind}-few", f"{kind}-short"]  # how slow rewards are is told, not learned
+    own = (
+        [] if kind in ("plain", "slow rewards") else [kind, f"{kind}-few", f"{kind}-short", f"{kind}-fours"]
+    )  # how slow rewards are is told, not learned
     return [FOLDER / f"like-{engines}-{name}-{turn}" for name in (*own, *LEARNED) for turn in range(LEARNED_ROUNDS)]
 
 

@@ -13,6 +13,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
@@ -104,7 +105,9 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
 
         def begun(one: Candidate, **options: Any) -> Future[Shown]:
-            return pool.submit(_shown, case, one, **options)
+            run = pool.submit(_shown, case, one, **options)
+            run.add_done_callback(functools.partial(_tell, said(one)))
+            return run
 
         layouts = static_layouts(case, quick=quick)
         if case.steps * case.groups > LONG:
@@ -190,8 +193,16 @@ def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
 def _fastest(case: Case, layouts: list[Candidate], pool: ProcessPoolExecutor) -> list[Candidate]:
     """The fastest of some layouts."""
     runs = [pool.submit(_shown, case, one) for one in layouts]
+    for one, run in zip(layouts, runs, strict=True):
+        run.add_done_callback(functools.partial(_tell, f"{case.steps} steps of {said(one)}"))
     speeds = {said(one): run.result().speed for one, run in zip(layouts, runs, strict=True)}
     return sorted(layouts, key=lambda one: -speeds[said(one)])[:NUM_WHOLE]
+
+
+def _tell(what: str, run: Future[Shown]) -> None:
+    """Print what a simulated run shows, for whoever waits for the table."""
+    if not run.cancelled() and run.exception() is None:
+        print(f"{what}: {run.result().speed:,.0f} tokens/s", file=sys.stderr, flush=True)
 
 
 def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
