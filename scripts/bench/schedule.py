@@ -34,7 +34,6 @@ PARTS = {
     "roles_documents": functools.partial(roles.measure, load="documents"),
     "roles_1024": functools.partial(roles.measure, num_gpus=1024),
     "roles_documents_1024": functools.partial(roles.measure, num_gpus=1024, load="documents"),
-    "roles_documents_1024_23": functools.partial(roles.measure, num_gpus=1024, load="documents_23"),
 }
 
 

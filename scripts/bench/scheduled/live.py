@@ -2,8 +2,9 @@
 
 The task's lengths are its prompts' (`beside/countdown.py`), so siblings are alike, and a policy that learns does not change them. Rollouts
 of a step are four times the engines' slots, so that who comes next matters; little KV: caches that hold about half of the slots. Every way
-is run with each seed, in turns; a figure is a run's over that of the same case and seed without the rule. Engines and trainer share two
-cores, as the simulated ones do: both are fitted to the runs without a rule, in rounds and streaming.
+is run with each seed right before or after a run without the rule, over which its figure is: the machine's speed changes within minutes.
+The engines share a core, and the trainer has the other one; unbound, a rule's gains with two seeds were up to 0.36 apart. The simulated
+ones are fitted to the runs without a rule, in rounds and streaming.
 
 Cutting groups needs a method that stands it (`rloo_early_stop`), so it is held against its kin that does not cut (`rloo`).
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,8 @@ from scripts.bench.machine import MOST_OTHERS, Others
 from scripts.bench.pieces import Pieces
 from scripts.bench.scheduled.rules import RULES
 
-Key = tuple[str, str, int]
-"""Case, way, seed."""
+Key = tuple[str, str, int, int]
+"""Case, way, seed, and the number of the turn: of the ways of a turn, one is what the others are held against."""
 FOLDER = Path("runs/bench-schedule-live")
 ENGINES, SLOTS, GROUPS, GROUP_SIZE = 2, 16, 16, 8
 STEPS, QUICK_STEPS = 6, 3
@@ -66,11 +68,24 @@ def wanted(*, quick: bool) -> list[Key]:
     """Return the runs; those that cut groups in rounds alone, and where caches hold all slots."""
     cases, ways = (("sync",), ("none", "all three")) if quick else (tuple(CASES), tuple(WAYS))
     return [
-        (case, way, seed)
+        (case, way, seed, number)
         for seed in (SEEDS[:1] if quick else SEEDS)
         for case in cases
-        for way in (ways if seed % 2 == 0 else reversed(ways))
-        if case == "sync" or way in (*CHOSEN, "migration")
+        for number, turn in enumerate(_turns([way for way in ways if case == "sync" or way in (*CHOSEN, "migration")]))
+        for way in (turn if seed % 2 == 0 else reversed(turn))
+    ]
+
+
+def _turns(ways: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the ways in turns of at most two, with what they are held against between them."""
+    by_usual: dict[str, list[str]] = {}
+    for way in ways:
+        if way != "none" and way not in USUAL.values():
+            by_usual.setdefault(USUAL.get(way, "none"), []).append(way)
+    return [
+        (first, usual, *second)
+        for usual, ruled in by_usual.items()
+        for first, *second in (ruled[at : at + 2] for at in range(0, len(ruled), 2))
     ]
 
 
@@ -100,15 +115,15 @@ def measure(*, quick: bool, budget_s: float) -> harness.Measured | None:
 
 def _run(key: Key, task: systems.Task, folder: Path) -> dict[str, float]:
     """Make one run; return its figures. Raises `RuntimeError` where it fails."""
-    case, way, seed = key
+    case, way, seed, _ = key
     home = _home(folder, key)
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     own: dict[str, Any] = {
         "engine.count": ENGINES,
         "engine.max_running": SLOTS,
-        "engine.cores": [],
-        "trainer.cores": [],
+        "engine.cores": sorted(os.sched_getaffinity(0))[:1] * ENGINES,
+        "trainer.cores": sorted(os.sched_getaffinity(0))[-1:],
         "engine.options": {"block_size": BLOCK_TOKENS},
         "checkpoint.every": 1000,
     }
@@ -137,12 +152,15 @@ def _toml(value: Any) -> str:
 
 def _table(made: dict[Key, dict[str, Any]], folder: Path) -> harness.Measured:
     found, errors = harness.Measured(), list[float]()
-    seeds = sorted({seed for _, _, seed in made})
-    foretold = {key[:2]: _foretold(key, folder, made) for key in made if key[2] == seeds[0]}
+    seeds = sorted({seed for _, _, seed, _ in made})
+    foretold: dict[tuple[str, str], dict[str, float]] = {}
+    for key in made:
+        if key[2] == seeds[0] and key[:2] not in foretold:
+            foretold[key[:2]] = _foretold(key, folder, made)
     for case, way in foretold:
         usual = USUAL.get(way, "none")
-        runs = [made[case, way, seed] for seed in seeds]
-        gains = [made[case, way, seed]["tokens_per_s"] / made[case, usual, seed]["tokens_per_s"] for seed in seeds]
+        keys = [key for key in made if key[:2] == (case, way)]
+        gains = [made[key]["tokens_per_s"] / made[case, usual, *key[2:]]["tokens_per_s"] for key in keys]
         gain, simulated = statistics.fmean(gains), foretold[case, way]["tokens_per_s"] / foretold[case, usual]["tokens_per_s"]
         is_usual = way == usual or way in USUAL.values()
         if not is_usual:
@@ -151,14 +169,14 @@ def _table(made: dict[Key, dict[str, Any]], folder: Path) -> harness.Measured:
             {
                 "case": case,
                 "rule": way,
-                "tokens/s": statistics.fmean(run["tokens_per_s"] for run in runs),
+                "tokens/s": statistics.fmean(made[key]["tokens_per_s"] for key in keys),
                 "simulated": foretold[case, way]["tokens_per_s"],
                 "over none": "" if is_usual else gain,
                 "by seed": "" if is_usual else " / ".join(f"{one:.3f}" for one in gains),
                 "over none, simulated": "" if is_usual else simulated,
-                "engines idle": statistics.fmean(run["engines_idle_fraction"] for run in runs),
+                "engines idle": statistics.fmean(made[key]["engines_idle_fraction"] for key in keys),
                 "idle, simulated": foretold[case, way]["engines_idle_fraction"],
-                "staleness": statistics.fmean(run["staleness_mean"] for run in runs),
+                "staleness": statistics.fmean(made[key]["staleness_mean"] for key in keys),
             }
         )
     found.goals.append(harness.at_most("gain simulated less the measured one, median", statistics.median(errors), GOAL_ERROR))
@@ -166,17 +184,18 @@ def _table(made: dict[Key, dict[str, Any]], folder: Path) -> harness.Measured:
         f"{ENGINES} engines of {SLOTS} slots, {GROUPS} groups of {GROUP_SIZE} a step, {len(seeds)} seeds; KV caches of"
         f" {LITTLE_BLOCKS * BLOCK_TOKENS} tokens where little; tokens/s: sampled tokens trained, without the first step"
     )
-    found.notes.append("over none: each way over the same case and seed without it; cut after 6: over rloo")
+    found.notes.append(
+        "over none: each way over the run without it right before or after, of the same case and seed; cut after 6: over rloo"
+    )
     return found
 
 
 def _foretold(key: Key, folder: Path, made: Mapping[Key, Any]) -> dict[str, float]:
     """Return what the simulator says of a way, fitted to the runs without a rule."""
-    case, _, seed = key
     config = load_run(_folder(_home(folder, key)))
-    known = [(one, "none", seed) for one in LEARNED if (one, "none", seed) in made]
+    known = sorted((one for one in made if one[0] in LEARNED and one[1] == "none"), key=lambda one: LEARNED.index(one[0]))
     world = world_of_runs(config, [_folder(_home(folder, one)) for one in known])
-    room = LITTLE_BLOCKS * BLOCK_TOKENS if "little" in case else math.inf
+    room = LITTLE_BLOCKS * BLOCK_TOKENS if "little" in key[0] else math.inf
     world = dataclasses.replace(world, engine=dataclasses.replace(world.engine, kv_tokens=room))
     runs = [summary_of(simulate(config, world, seed=each)) for each in SIMULATED_SEEDS]
     return {name: statistics.fmean(getattr(one, name) for one in runs) for name in ("tokens_per_s", "engines_idle_fraction")}

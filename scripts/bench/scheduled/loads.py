@@ -44,14 +44,10 @@ def in_turns(one: float, other: float, length: int = 28) -> tuple[float, ...]:
 
 TASKS = Load(mean=12_000.0, cv=0.8, factors=in_turns(1.0, 1 / 48), prompt_factors=in_turns(1.0, 32.0), staleness=8, step_factor=8)
 DOCUMENTS = dataclasses.replace(TASKS, prompt_factors=in_turns(1.0, 64.0, 14), factors=in_turns(1.0, 1 / 48, 14))
-MORE_ADMITTED = dataclasses.replace(DOCUMENTS, staleness=23)
-"""Admits as many rollouts for each of 1,024 GPUs in steps of 4,096 as K = 8 admits for each of 48 in steps of 512: (K + 1) times a step's
-over GPUs, 96."""
 LOADS = {
     "growth": Load(mean=1000.0, cv=0.8, factors=(1.0, 16.0)),
     "swings": Load(mean=2000.0, cv=0.8, factors=(1.0, 8.0, 1.0, 8.0, 1.0)),
     "tails": Load(mean=4000.0, cv=1.5, staleness=1),
     "tasks": TASKS,
     "documents": DOCUMENTS,
-    "documents_23": MORE_ADMITTED,
 }
