@@ -158,11 +158,11 @@ def _table(made: dict[Key, dict[str, Any]], folder: Path) -> harness.Measured:
         if key[2] == seeds[0] and key[:2] not in foretold:
             foretold[key[:2]] = _foretold(key, folder, made)
     for case, way in foretold:
-        usual = USUAL.get(way, "none")
+        is_usual = way in ("none", *USUAL.values())
+        usual = way if is_usual else USUAL.get(way, "none")
         keys = [key for key in made if key[:2] == (case, way)]
         gains = [made[key]["tokens_per_s"] / made[case, usual, *key[2:]]["tokens_per_s"] for key in keys]
         gain, simulated = statistics.fmean(gains), foretold[case, way]["tokens_per_s"] / foretold[case, usual]["tokens_per_s"]
-        is_usual = way == usual or way in USUAL.values()
         if not is_usual:
             errors.append(abs(simulated - gain))
         found.rows.append(
