@@ -187,13 +187,19 @@ class Splitter:
         """Return the last token whose characters all lie before this position; -1 where there is none. Tokens that share a character all
         end with it.
         """
-        read = bisect.bisect_right(self._reads, position, key=lambda read: read[1]) - 1
-        last, num_characters = self._reads[read]
-        end = self._reads[read + 1][0] if read + 1 < len(self._reads) else last
-        begin = last
-        for after in range(begin + 1, end):  # a piece that ends behind the position is read once more, token by token
-            text = self._decoded(begin, after)
-            if not text.endswith(_UNFINISHED):
-                begin, num_characters = after, num_characters + len(text)
-                last = after if num_characters <= position else last
-        return last - 1
+        read = self._read_before(position)
+        if read + 1 < len(self._reads):  # a piece that ends behind the position is read once more, token by token
+            begin, num_characters = self._reads[read]
+            tokens: list[tuple[int, int]] = []
+            for end in range(begin + 1, self._reads[read + 1][0]):
+                text = self._decoded(begin, end)
+                if not text.endswith(_UNFINISHED):
+                    begin, num_characters = end, num_characters + len(text)
+                    tokens.append((begin, num_characters))
+            self._reads[read + 1 : read + 1] = tokens
+            read = self._read_before(position)
+        return self._reads[read][0] - 1
+
+    def _read_before(self, position: int) -> int:
+        """Return the last of `_reads` that ends before this position, or at it."""
+        return bisect.bisect_right(self._reads, position, key=lambda read: read[1]) - 1
