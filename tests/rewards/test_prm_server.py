@@ -111,6 +111,7 @@ def test_chunks_give_the_scores_of_the_whole_and_every_token_is_answered_for(tmp
         while load.num_trace_tokens < len(POLICY):
             load = await asked.next(PrmLoad)
         assert (load.num_traces, load.num_steps) == (0, len(ENDS))
+        assert load.num_batches == sum(len(one.ends) > 0 for one in found), "chunks in which no step ends are none"
         assert load.num_computed < load.num_uncached_tokens
 
     with_server(tmp_path, ByHand(), program)

@@ -118,6 +118,27 @@ def test_first_character_of_a_step_that_takes_several_tokens_belongs_to_it_whole
     assert [(step.text, step.end) for step in splitter.feed([rocket[3]])] == [("one", 4)]
 
 
+def test_a_chunk_that_ends_within_a_character_is_read_up_to_it() -> None:
+    splitter = Splitter(by_bytes, max_steps=10)
+    assert [step.text for step in splitter.feed([*b"one\n\nt", *"\N{ROCKET}".encode()[:3]])] == ["one"]
+
+
+def test_a_character_of_several_tokens_is_one_though_its_parts_are_decoded_as_several() -> None:
+    """As tokenizers decode that give a sign for each byte of a character that is not whole."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        whole = bytes(token_ids).decode(errors="ignore")
+        return whole + "\N{REPLACEMENT CHARACTER}" * (len(token_ids) - len(whole.encode()))
+
+    token_ids = "\N{ROCKET}\n\ntwo".encode()
+    ends: dict[int, list[int]] = {1: [], len(token_ids): []}
+    for size, found in ends.items():
+        splitter = Splitter(decode, max_steps=10)
+        for start in range(0, len(token_ids), size):
+            found += [step.end for step in splitter.feed(token_ids[start : start + size])]
+    assert set(map(tuple, ends.values())) == {(5,)}
+
+
 @pytest.mark.parametrize("text", ["", "   ", "\n\n\n\n"])
 def test_trace_of_white_space_has_no_step(text: str) -> None:
     assert split(text) == []

@@ -231,6 +231,9 @@ def test_a_simulated_trajectory_is_as_old_as_its_columns_would_be():
     assert measure(trajectory.versions, trained_version=6) == measure(whole, trained_version=6)
     assert (trajectory.num_tokens, trajectory.num_trained_tokens, trajectory.run_tokens) == (18, 9, (6, 3))
     assert trajectory.num_bytes == 13 * 18
+    rollout.num_traced = 8
+    rollout.begin_anew()
+    assert (rollout.num_sampled, rollout.num_traced) == (0, 0)
 
 
 def test_the_books_do_not_end_a_rollout_twice():
