@@ -7,6 +7,9 @@ from scratch; all steps at once at the end. A new step computes its own tokens a
 with blocks of b tokens and K steps in a trace of L, about L + K b / 2 in all, at most L + K b; from scratch (K + 1) / 2 L.
 
 `late` is the time from a trace's last token to its last score, the eight traces together.
+
+Where steps end is found in the text, which the model's process decodes: a chunk at once, so that 32 tokens cost about as much as one. The
+tokenizer is the demo's, and chunks of one token are the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from pipelinerl.data.tokenizer import Codec
+from pipelinerl.demo.sort_digits import make_model
 from pipelinerl.engine.environment import set_environment
+from pipelinerl.rewards.codec import load_codec
 from pipelinerl.rewards.prm.scorer import Convention, Cost, PrmEngine, PrmScorer, Reading, Rows, StepScore, Trace
 from pipelinerl.rewards.prm.steps import Splitter
 from scripts.bench import harness
@@ -32,6 +38,10 @@ CHUNK_TOKENS = 32
 NUM_TRACES = 8
 GOAL = 1.25
 """Tokens computed over one prefill, in traces of 1,536 tokens and 16 steps."""
+STEPS_GOAL = 5.0
+"""Tokens of which steps are found in a second, in chunks of 32 over chunks of one, where a step ends in every second chunk. 32 tokens one
+by one are 64 texts to decode; a chunk is 2, and up to 10 more say which of its tokens is a step's last: 9 times fewer.
+"""
 LARGEST_GAP = 1e-4
 """Between scores made meanwhile and at the end, float32."""
 
@@ -93,6 +103,33 @@ def grow(engine: PrmEngine, *, texts: list[str], chunk_tokens: int, name: str) -
     )
 
 
+def find_steps(codec: Codec, completions: list[list[int]], *, chunk_tokens: int) -> tuple[float, list[int]]:
+    """Return the tokens per second, and the last token of every step; a `=` ends one."""
+    begin, ends = time.perf_counter(), list[int]()
+    for token_ids in completions:
+        splitter = Splitter(codec.decode, max_steps=1000, separator="=")
+        for start in range(0, len(token_ids), chunk_tokens):
+            ends += [step.end for step in splitter.feed(token_ids[start : start + chunk_tokens])]
+        ends += [step.end for step in splitter.finish()]
+    return sum(map(len, completions)) / (time.perf_counter() - begin), ends
+
+
+def add_steps(found: harness.Measured, folder: Path) -> None:
+    """Add how fast the ends of steps are found."""
+    make_model(folder, 0)
+    codec = load_codec(folder)
+    sums = "".join(f"{number % 10}{number * 7 % 10}{number * 3 % 10}" * 20 + "=" for number in range(32))
+    completions = [codec.tokenizer.encode(sums, add_special_tokens=False)] * NUM_TRACES
+    rates: dict[int, float] = {}
+    for _ in range(3):
+        shown = {size: find_steps(codec, completions, chunk_tokens=size) for size in (1, CHUNK_TOKENS)}
+        assert shown[1][1] == shown[CHUNK_TOKENS][1], "chunks of any size have the same steps"
+        rates = {size: max(rate, rates.get(size, 0.0)) for size, (rate, _) in shown.items()}
+    told = ", ".join(f"{rate:,.0f} in chunks of {size}" for size, rate in rates.items())
+    found.notes.append(f"tokens per second of which steps are found, {len(completions[0])} tokens each, 32 steps: {told}")
+    found.goals.append(harness.at_least("of which steps are found, over chunks of one", rates[CHUNK_TOKENS] / rates[1], STEPS_GOAL))
+
+
 def traces_of(num_tokens: int, *, num_steps: int) -> list[str]:
     """Texts of about `num_tokens` characters, one token each, in steps of unequal lengths."""
     mean = num_tokens / num_steps
@@ -147,6 +184,7 @@ def measure(arguments: Any) -> harness.Measured:
                 ratio = growing.cost.num_computed / whole.cost.num_computed
                 found.goals.append(harness.at_most("tokens computed meanwhile over one prefill", ratio, GOAL))
                 found.goals.append(harness.at_most("largest gap of a score", gap, LARGEST_GAP))
+        add_steps(found, Path(folder) / "policy")
     return found
 
 

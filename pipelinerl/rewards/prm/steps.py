@@ -187,19 +187,12 @@ class Splitter:
         """Return the last token whose characters all lie before this position; -1 where there is none. Tokens that share a character all
         end with it.
         """
-        read = self._read_before(position)
-        if read + 1 < len(self._reads):  # a piece that ends behind the position is read once more, token by token
-            begin, num_characters = self._reads[read]
-            tokens: list[tuple[int, int]] = []
-            for end in range(begin + 1, self._reads[read + 1][0]):
-                text = self._decoded(begin, end)
-                if not text.endswith(_UNFINISHED):
-                    begin, num_characters = end, num_characters + len(text)
-                    tokens.append((begin, num_characters))
-            self._reads[read + 1 : read + 1] = tokens
-            read = self._read_before(position)
-        return self._reads[read][0] - 1
-
-    def _read_before(self, position: int) -> int:
-        """Return the last of `_reads` that ends before this position, or at it."""
-        return bisect.bisect_right(self._reads, position, key=lambda read: read[1]) - 1
+        read = bisect.bisect_right(self._reads, position, key=lambda read: read[1]) - 1
+        begin, num_characters = self._reads[read]
+        low, high = begin, self._reads[read + 1][0] if read + 1 < len(self._reads) else begin + 1
+        while high - low > 1:  # the text up to `low` lies before the position, and that up to `high` does not
+            end = middle = (low + high) // 2
+            while (text := self._decoded(begin, end)).endswith(_UNFINISHED) and end < high:
+                end += 1
+            low, high = (middle, high) if num_characters + len(text) <= position else (low, middle)
+        return low - 1
