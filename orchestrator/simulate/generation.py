@@ -88,7 +88,7 @@ class Generation:
         self.on_empty: Callable[[int], None] = lambda engine_id: None
         """Called with each engine that has nothing left."""
         self.on_step: Callable[[Rollout, int], None] = lambda rollout, end: None
-        """Called with tokens of a rollout as they are reported, for the process reward model."""
+        """Called with a rollout and its sampled tokens at a report after which a step of it has ended, for the process reward model."""
         self.full: Callable[[], str | None] = lambda: None
         """Names what has to be taken away before anything more is asked of engines."""
         self.replies, self.dispatch, self.group_cut = replies, dispatch, group_cut

@@ -37,7 +37,9 @@ from pipelinerl.errors import DataError
 _FEWEST_WITHOUT = 0.005
 """Part of the tokens that must be without a gradient to tell what they take."""
 _FEWEST_REPORTS = 5
-"""Reports that must tell of a pass with a number of sequences, or of a process reward model's batches."""
+"""Reports that must tell of a pass with a number of sequences."""
+_FEWEST_OF_BATCHES = 10
+"""Reports that must tell of a process reward model's batches: twice as many as there are numbers to fit."""
 _FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 _MOST_ROWS = 8192
@@ -230,7 +232,7 @@ def _num_prompts(step: dict[str, Any], rollouts: RunRollouts) -> int:
 def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str, float]]:
     """Return fields of `ScoringWorld` of the process reward model, and how much longer its batches last, as `World.slowdowns`.
 
-    Where reports do not tell the number of batches, as in runs of older versions, a token's seconds are all that is known.
+    Where few reports tell the number of batches, and none do in runs of older versions, a token's seconds are all that is known.
     """
     asked = [run for run in runs if run.journal.prm_sum("num_trace_tokens")]
     if not asked:
@@ -241,7 +243,7 @@ def prm_of_runs(runs: Sequence[RecordedRun]) -> tuple[dict[str, float], dict[str
     num_between = num_steps - sum(run.rollouts.num_scored for run in asked)  # the last step of a rollout ends with it
     told = {"prm_token_s": busy_s / num_tokens, "prm_step_tokens": num_tokens / num_between if num_between > 0 else 0.0}
     table = np.array([row for run in asked for row in _scored(run, most=_MOST_ROWS // len(asked))])
-    if len(table) < _FEWEST_REPORTS:
+    if len(table) < _FEWEST_OF_BATCHES:
         return told, {}
     seconds, batches, steps, tokens, *beside = table.T
     _, coefficients, slowdowns = _fit(seconds, np.column_stack([batches, steps, tokens]), np.column_stack(beside))

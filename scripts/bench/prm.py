@@ -127,7 +127,9 @@ def add_steps(found: harness.Measured, folder: Path) -> None:
         rates = {size: max(rate, rates.get(size, 0.0)) for size, (rate, _) in shown.items()}
     told = ", ".join(f"{rate:,.0f} in chunks of {size}" for size, rate in rates.items())
     found.notes.append(f"tokens per second of which steps are found, {len(completions[0])} tokens each, 32 steps: {told}")
-    found.goals.append(harness.at_least("of which steps are found, over chunks of one", rates[CHUNK_TOKENS] / rates[1], STEPS_GOAL))
+    found.goals.append(
+        harness.at_least("tokens a second of which steps are found, over chunks of one", rates[CHUNK_TOKENS] / rates[1], STEPS_GOAL)
+    )
 
 
 def traces_of(num_tokens: int, *, num_steps: int) -> list[str]:

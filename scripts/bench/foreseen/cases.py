@@ -98,9 +98,8 @@ def config_of(case: dict[str, Any]) -> Config:
 def learned_from(case: dict[str, Any]) -> list[Path]:
     """Return the folders of the runs that a case's forecast learns from, the most like it first."""
     engines, kind = case["engines"], case["kind"]
-    own = (
-        [] if kind in ("plain", "slow rewards") else [kind, f"{kind}-few", f"{kind}-short", f"{kind}-fours"]
-    )  # how slow rewards are is told, not learned
+    is_told = kind in ("plain", "slow rewards")  # how slow rewards are is said by the case
+    own = [] if is_told else [kind, f"{kind}-few", f"{kind}-short", f"{kind}-fours"]
     return [FOLDER / f"like-{engines}-{name}-{turn}" for name in (*own, *LEARNED) for turn in range(LEARNED_ROUNDS)]
 
 

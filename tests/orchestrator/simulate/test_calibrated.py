@@ -209,6 +209,15 @@ def test_so_does_what_batches_of_a_process_reward_model_take(tmp_path: Path):
     assert found.scoring.prm_step_tokens == pytest.approx(num_tokens / (num_steps - num_scored)), "one step of each ends with it"
 
 
+def test_a_few_reports_of_batches_tell_what_a_token_takes_and_no_more(tmp_path: Path):
+    write_run(tmp_path / "run")
+    write_batches(tmp_path / "run", step_tokens=10)
+    few, enough = (world_of_runs(config(), [tmp_path / "run"], until_s=until_s).scoring for until_s in (1009.5, 1014.5))
+    assert (few.prm_batch_s, few.prm_step_s) == (0.0, 0.0)
+    assert few.prm_token_s > 0
+    assert enough.prm_batch_s > 0
+
+
 def test_what_a_process_reward_model_did_before_is_not_counted(tmp_path: Path):
     write_run(tmp_path / "run")
     num_steps = write_batches(tmp_path / "run", step_tokens=10)
