@@ -26,7 +26,7 @@ from orchestrator.simulate.draws import fixed, recorded
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_run
 from orchestrator.simulate.speeds import engine_of_runs, prm_of_runs, trainer_of_runs
 from orchestrator.simulate.stretches import Stretches
-from orchestrator.simulate.world import ScoringWorld, SyncWorld, World, block_tokens_of
+from orchestrator.simulate.world import USUAL, ScoringWorld, Slowness, SyncWorld, World, block_tokens_of
 from pipelinerl.config import Config
 
 _ONE_BURST_S = 0.01
@@ -38,14 +38,24 @@ _FEWEST_REWARDS = 20
 
 
 def world_of_runs(
-    config: Config, run_folders: Sequence[Path], *, until_s: float = math.inf, since_s: float = -math.inf, lead_s: float = 0.0
+    config: Config,
+    run_folders: Sequence[Path],
+    *,
+    until_s: float = math.inf,
+    since_s: float = -math.inf,
+    lead_s: float = 0.0,
+    slowness: Sequence[Slowness] = (),
 ) -> World:
     """Return the world of one or several runs for a config, as `read_run` reads them.
 
-    The first run tells what rollouts and scores are like, all of them how fast engine, trainer and process reward model are. Raises
-    `DataError` where the journal or the ledger of one has too little to learn from.
+    The first run tells what rollouts and scores are like, all of them how fast engine, trainer and process reward model are. `slowness`
+    says of each run how slow its devices were; without it all were as fast as usual. Raises `DataError` where the journal or the ledger of
+    one has too little to learn from.
     """
-    runs = [read_run(folder, until_s, since_s=since_s, lead_s=lead_s) for folder in run_folders]
+    runs = [
+        dataclasses.replace(read_run(folder, until_s, since_s=since_s, lead_s=lead_s), slowness=slow)
+        for folder, slow in zip(run_folders, slowness or [USUAL] * len(run_folders), strict=True)
+    ]
     first, *_ = runs
     prompt_tokens, reply_tokens = first.given_tokens()
     engine, of_engine = engine_of_runs(runs)

@@ -14,7 +14,7 @@ import numpy as np
 
 from orchestrator.rules.pass_profile import least_squares
 from orchestrator.simulate.stretches import Stretch
-from orchestrator.simulate.world import EngineWorld, block_tokens_of
+from orchestrator.simulate.world import USUAL, EngineWorld, Slowness, block_tokens_of
 from pipelinerl.errors import DataError
 from pipelinerl.observe.lines import read_journals, read_spans
 
@@ -101,6 +101,8 @@ class RecordedRun:
     folder: Path
     journal: RunJournal
     rollouts: RunRollouts
+    slowness: Slowness = USUAL
+    """Of its devices, by which fits divide the seconds that work took."""
 
     @property
     def steps(self) -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ def _reports(run: RecordedRun, *, most: int = 1 << 20) -> Iterator[tuple[float, 
             others = sum(_overlap(each, own) for key, each in passes.items() if key != engine_id)
             context = after.get("num_context_tokens", 0) - before.get("num_context_tokens", 0)
             beside = _overlap(work, own), others, _overlap(prm_work, own)
-            yield busy_s, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, *beside
+            yield busy_s / run.slowness.engine, num_passes, after["num_tokens"] - before["num_tokens"], float(prompts), context, *beside
 
 
 def _overlap(work: Stretches, stretches: Sequence[Stretch]) -> float:
@@ -204,7 +204,8 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
         num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
         num_computed = _num_computed(after, rollouts, reply_tokens)
         squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
-        yield seconds, num_rows, num_computed, squares, without, after["t"] - before["t"] - apart, sum(engines), prm
+        rest_s, slowness = after["t"] - before["t"] - apart, run.slowness.trainer
+        yield seconds / slowness, num_rows, num_computed, squares, without, rest_s / slowness, sum(engines), prm
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
@@ -264,4 +265,4 @@ def _scored(run: RecordedRun, *, most: int) -> Iterator[tuple[float, float, floa
             seconds, batches, steps, tokens = (after.get(name, 0) - before.get(name, 0) for name in names)
             own = scoring.within(before["t"], after["t"])
             if batches > 0 and own and before["t"] > journal.steps[0]["t"]:
-                yield seconds, batches, steps, tokens, _overlap(work, own), sum(_overlap(each, own) for each in passes)
+                yield seconds / run.slowness.prm, batches, steps, tokens, _overlap(work, own), sum(_overlap(each, own) for each in passes)

@@ -184,6 +184,45 @@ class Faults:
 NO_FAULTS = Faults()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """How many times as long each part's work takes as usual, where its device is slower now and then."""
+
+    engine: float = 1.0
+    trainer: float = 1.0
+    prm: float = 1.0
+
+
+USUAL = Slowness()
+
+
+def slowed(world: World, slowness: Slowness) -> World:
+    """Return a world in which passes, rows and batches take so many times as long, and all else what it took."""
+    engine, trainer, scoring, by = world.engine, world.trainer, world.scoring, slowness
+    return dataclasses.replace(
+        world,
+        engine=dataclasses.replace(
+            engine,
+            pass_s=tuple((sequences, seconds * by.engine) for sequences, seconds in engine.pass_s),
+            kv_token_s=engine.kv_token_s * by.engine,
+            prefill_token_s=engine.prefill_token_s * by.engine,
+        ),
+        trainer=dataclasses.replace(
+            trainer,
+            row_s=trainer.row_s * by.trainer,
+            token_s=trainer.token_s * by.trainer,
+            square_s=trainer.square_s * by.trainer,
+            step_s=trainer.step_s * by.trainer,
+        ),
+        scoring=dataclasses.replace(
+            scoring,
+            prm_batch_s=scoring.prm_batch_s * by.prm,
+            prm_step_s=scoring.prm_step_s * by.prm,
+            prm_token_s=scoring.prm_token_s * by.prm,
+        ),
+    )
+
+
 def faults_by_step(faults: Faults, *, num_steps: int, seed: int) -> dict[int, list[str]]:
     """Draw the step at whose first row each fault happens."""
     chance = np.random.default_rng((seed, 3))

@@ -3,18 +3,22 @@
     draw       eight cases over engines, staleness, group sizes, long-tailed lengths, slow rewards, a PRM and an environment
     calibrate  runs of other settings for each number of engines that was drawn: what forecasts learn from (`cases`); those of an earlier
                draw are forgotten, since the machine's speed changes within an hour
-    forecast   simulate every case, and write the figures beside the hash of the code that made them
+    forecast   simulate every case at every speed of the two cores that is likely, and write the figures beside the hash of the code that
+               made them
     run        the cases live, in rounds; every try is kept, also one that failed, or beside which others worked
     table      forecast, live and error of every case, of every seed that was drawn, with all tries
 
 What keeps it honest: `draw` and `forecast` write down the hash of the simulator's code; `run` refuses where the forecasts are not committed
 as they stand, or the code has changed since. The cases are drawn after the last change of that code, because a draw names its hash, too.
 
-A try counts where others took at most `MOST_OTHERS` of the machine, and where (from seed 6 on) the control runs before and after it were as
-fast as those beside the runs that forecasts learn from, within `MOST_DRIFT`; it is made again where not. From seed 7 on each case is run
-`NUM_TRIES` times, and held to the median of each figure: two runs of one setting with two engines on one core were 15 % apart. Tries of the
-seeds 2 and 3 were also foretold once more at the processor's speed right before each. Both forecasts are stored; it made errors larger,
-and is done no more.
+A try counts where others took at most `MOST_OTHERS` of the machine; it is made again where not. From seed 7 on each case is run `NUM_TRIES`
+times, and held to the median of each figure: two runs of one setting with two engines on one core were 15 % apart.
+
+From seed 12 on `probes` beside every run tell how fast each core is meanwhile. What forecasts learn from is divided by it, and what is
+committed is a table of forecasts, at so many speeds of either core; a try is held to what lies between them at its own. Seeds 6 to 11 had
+control runs instead, and tries count that lie between two within `MOST_DRIFT`; but the machine becomes a fifth faster or slower within
+minutes, and a control run lasted as long as what it was to guard. Tries of the seeds 2 and 3 were foretold once more at the speed that the
+idle processor had right before each, which made errors larger.
 """
 
 from __future__ import annotations
@@ -22,18 +26,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from orchestrator.simulate.calibrated import world_of_runs
 from orchestrator.simulate.draws import Distribution
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
+from orchestrator.simulate.world import Slowness, slowed
 from scripts.bench import harness
 from scripts.bench.foreseen import cases
 from scripts.bench.foreseen.cases import FOLDER, ROOT, draw
@@ -48,7 +58,9 @@ FIGURES: tuple[str, ...] = ("tokens_per_s", "staleness_mean", "engines_idle_frac
 GOALS = (0.05, 0.10)
 """Median and largest error: relative of rates, in versions over the larger of 1 and the live value of staleness, absolute of fractions."""
 SIMULATED_SEEDS = range(5)
-NUM_TRIES, TRIES_BETWEEN_CONTROLS = 3, 4
+NUM_TRIES = 3
+SPEEDS = (0.8, 0.93, 1.08, 1.25)
+"""Times as long as usual that work takes on either core, for which every case is foretold."""
 MOST_DRIFT = 0.05
 """By how much the tokens/s of control runs may be off the mean of those beside the runs that forecasts learn from."""
 
@@ -64,20 +76,18 @@ def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
                 "code": code_hash(),
                 "commit": _git("rev-parse", "HEAD"),
                 "cases": draw(seed),
-                "controls": [],
                 "forecasts": [],
             }
             _write(FORECASTS, [*_records(), drawn])
             cases.forget_learned()
         case "calibrate":
-            calibrate(until_s)
+            cases.calibrate(_record()["cases"], until_s=until_s)
         case "forecast":
             forecast()
         case "run":
             _refuse_unless_foretold()
-            control = cases.control()
             while (missing := _missing(number)) and time.monotonic() < until_s:
-                control = run(missing, control)
+                run(missing[0])
         case _:
             pass
     table()
@@ -92,62 +102,64 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def calibrate(until_s: float) -> None:
-    """Make the runs that forecasts learn from, between two control runs; all are forgotten where these are too far apart."""
-    *others, record = _records()
-    controls = [cases.control()]
-    cases.calibrate(record["cases"], until_s=until_s)
-    controls.append(cases.control())
-    if drift(controls, record["controls"] + controls) > MOST_DRIFT:
-        cases.forget_learned()
-        record["controls"], controls = [], []
-        print("the machine became faster or slower meanwhile: --blind calibrate once more")
-    record["controls"] += controls
-    _write(FORECASTS, [*others, record])
-
-
-def drift(controls: list[float], reference: list[float]) -> float:
-    """Return by how much the control that is farthest from the mean of the reference is off it, as a part of that mean."""
-    return max(abs(one / statistics.fmean(reference) - 1) for one in controls)
-
-
 def forecast() -> None:
     """Simulate every case. Raises `SystemExit` where the code has changed since the draw."""
     *others, record = _records()
     if record["code"] != code_hash():
         sys.exit("the simulator's code has changed since the cases were drawn: draw again, with another seed")
-    record["forecasts"] = [foretold(case) for case in record["cases"]]
+    probed = [cases.probed(folder) for folder in sorted({folder for case in record["cases"] for folder in cases.learned_from(case)})]
+    record["usual"] = {part: statistics.fmean(one[part] for one in probed) for part in ("engine", "trainer")}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
+        record["at_speeds"] = list(pool.map(foretold, record["cases"], [record["usual"]] * len(record["cases"])))
+    record["forecasts"] = [at_speed(each, Slowness()) for each in record["at_speeds"]]
     _write(FORECASTS, [*others, record])
     print(f"now commit {FORECASTS.relative_to(ROOT)}, then --blind run")
 
 
-def foretold(case: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of a case."""
-    config = cases.config_of(case)
-    world = world_of_runs(config, cases.learned_from(case))
+def foretold(case: dict[str, Any], usual: dict[str, float]) -> dict[str, list[list[float]]]:
+    """Return the figures of a case: [slowness of the engines' core, of the trainer's] of each, both as `SPEEDS`.
+
+    `usual` are the probes' seconds on the cores of `engine` and `trainer` where slowness is 1.
+    """
+    config, folders = cases.config_of(case), cases.learned_from(case)
+    world = world_of_runs(config, folders, slowness=[cases.slowness_of(cases.probed(folder), usual) for folder in folders])
     if case["reward_s"]:
         own_s = world.scoring.score_s.average  # of a call that does not sleep
         calls = Distribution(kind="uniform", low=0.5 * case["reward_s"] + own_s, high=1.5 * case["reward_s"] + own_s)  # `plugins.reward`
         world = dataclasses.replace(world, scoring=dataclasses.replace(world.scoring, score_s=calls))
-    runs = [summary_of(simulate(config, world, seed=seed)) for seed in SIMULATED_SEEDS]
-    return {name: statistics.fmean(getattr(one, name) for one in runs) for name in FIGURES}
+    found: dict[str, list[list[float]]] = {name: [] for name in FIGURES}
+    for engine in SPEEDS:
+        rows = [
+            [summary_of(simulate(config, slowed(world, slowness), seed=seed)) for seed in SIMULATED_SEEDS]
+            for trainer in SPEEDS
+            for slowness in [Slowness(engine=engine, trainer=trainer, prm=trainer)]
+        ]
+        for name in FIGURES:
+            found[name].append([statistics.fmean(getattr(one, name) for one in runs) for runs in rows])
+    return found
 
 
-def run(indices: list[int], before: float) -> float:
-    """Run cases live, and keep what each showed, or how it failed; `before` is the control before them. Return the control after them."""
-    record, kept = _record(), list[dict[str, Any]]()
-    for index in indices:
-        one: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
-        kept.append(one)
-        try:
-            folder, one["others"] = cases.live(record["cases"][index])
-            one["live"] = cases.figures_of(folder)
-        except subprocess.CalledProcessError as error:
-            one["failed"] = str(error)
-    controls = [before, cases.control()]
-    found = {"controls": controls, "drift": drift(controls, record["controls"])}
-    _write(TRIES, [*_tries(), *(one | found for one in kept)])
-    return controls[-1]
+def at_speed(figures: dict[str, list[list[float]]], slowness: Slowness) -> dict[str, float]:
+    """Return what `foretold` says between the speeds that it knows."""
+    return {
+        name: float(np.interp(slowness.engine, SPEEDS, [np.interp(slowness.trainer, SPEEDS, row) for row in rows]))
+        for name, rows in figures.items()
+    }
+
+
+def run(index: int) -> None:
+    """Run a case live, and keep what it showed, or how it failed."""
+    record = _record()
+    one: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
+    try:
+        folder, one["others"] = cases.live(record["cases"][index])
+        slowness = cases.slowness_of(cases.probed(folder), record["usual"])
+        one["slowness"] = {"engine": slowness.engine, "trainer": slowness.trainer}
+        one["foretold"] = at_speed(record["at_speeds"][index], slowness)
+        one["live"] = cases.figures_of(folder)
+    except subprocess.CalledProcessError as error:
+        one["failed"] = str(error)
+    _write(TRIES, [*_tries(), one])
 
 
 def _missing(number: int | None) -> list[int]:
@@ -155,12 +167,15 @@ def _missing(number: int | None) -> list[int]:
     tries = [one for one in _tries() if one["code"] == _record()["code"]]
     done = [one["case"] for one in tries if "failed" in one or counts(one)]
     left = [index for index in range(NUM_CASES) if done.count(index) < NUM_TRIES and number in (None, index)]
-    return sorted(left, key=lambda index: sum(one["case"] == index for one in tries))[:TRIES_BETWEEN_CONTROLS]
+    return sorted(left, key=lambda index: sum(one["case"] == index for one in tries))
 
 
 def counts(one: dict[str, Any]) -> bool:
-    """Return whether a try came to its end on a machine of its own, as fast as before; of the first seeds nobody measured it."""
-    return "live" in one and one.get("others", 0.0) <= MOST_OTHERS and one.get("drift", 0.0) <= MOST_DRIFT
+    """Return whether a try came to its end on a machine of its own, and as fast as any that was foretold; of the first seeds nobody
+    measured it, and before seed 12 it had to be as fast as before.
+    """
+    is_alone = one.get("others", 0.0) <= MOST_OTHERS and one.get("drift", 0.0) <= MOST_DRIFT
+    return "live" in one and is_alone and all(SPEEDS[0] <= slow <= SPEEDS[-1] for slow in _slowness(one))
 
 
 def errors_of(foretold: dict[str, float], live: dict[str, float]) -> dict[str, float]:
@@ -190,10 +205,15 @@ def live_of(record: dict[str, Any], index: int) -> dict[str, float] | None:
     return {name: statistics.median(one[name] for one in tries) for name in FIGURES} if tries else None
 
 
+def _slowness(one: dict[str, Any]) -> list[float]:
+    """Return that of the engines' core and the trainer's beside a try; before seed 12 nobody measured it."""
+    return list(one["slowness"].values()) if isinstance(one.get("slowness"), dict) else []
+
+
 def _foretold_of(record: dict[str, Any], index: int) -> dict[str, float]:
-    """Return what was foretold of a case last before its tries."""
-    later = [one["foretold"] for one in _tries() if one["code"] == record["code"] and one["case"] == index and "foretold" in one]
-    return later[-1] if later else record["forecasts"][index]
+    """Return the median of what was foretold of a case at the speed of each try that counts."""
+    tries = [one for one in _tries() if one["code"] == record["code"] and one["case"] == index and "foretold" in one and counts(one)]
+    return {name: statistics.median(one["foretold"][name] for one in tries) for name in FIGURES} if tries else record["forecasts"][index]
 
 
 def table() -> None:
@@ -225,13 +245,14 @@ def _rows(record: dict[str, Any], index: int) -> Iterator[harness.Row]:
                 "case": one["began"],
                 "figure": name,
                 "committed": "",
-                "slowness": one.get("slowness", ""),
+                "slowness": " / ".join(f"{slow:.2f}" for slow in _slowness(one)) or one.get("slowness", ""),
                 "foretold": told[name],
             }
             if "live" not in one:
                 yield row | {"live": one["failed"], "error": ""}
                 continue
-            disturbed = f"others took {one.get('others', 0.0):.2f} of the machine, control runs were {one.get('drift', 0.0):.2f} off"
+            disturbed = f"others took {one.get('others', 0.0):.2f} of the machine"
+            disturbed += f", control runs were {one['drift']:.2f} off" if "drift" in one else ""
             yield row | {"live": one["live"][name], "error": "" if counts(one) else disturbed}
 
 

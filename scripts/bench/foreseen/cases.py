@@ -10,6 +10,7 @@ batches; on one core with engines a batch of three steps waited for up to 5.7 s.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -21,17 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.simulate.recorded import read_journal
+from orchestrator.simulate.world import Slowness
 from pipelinerl.config import Config
 from pipelinerl.config.file import load, load_run
 from pipelinerl.demo.sort_digits import make_model
 from pipelinerl.observe.report.headline import headline
 from pipelinerl.observe.report.reading import read_tables
 from scripts.bench.demo_runs import prepare
+from scripts.bench.foreseen.probes import Probes
 from scripts.bench.machine import MOST_OTHERS, Others
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "runs" / "foresight"
-STEPS, LEARNED_STEPS, LEARNED_ROUNDS = 24, 8, 3
+STEPS, LEARNED_STEPS, LEARNED_ROUNDS = 24, 8, 2
 HIDDEN_SIZE, NUM_LAYERS = 256, 6
 MOST_TRIES = 3
 LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -45,9 +48,9 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
 also work alone, and in groups of four many samples have no gradient. An environment and a process reward model have four runs of their own
 besides, as `_USUAL`, `few`, `short` and `fours`. Each is made `LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart,
-were up to 13 % apart in the speed of both trainer and engines, for all that no process here took."""
-CONTROL: tuple[dict[str, Any], tuple[str, ...]] = ({"max_tokens": 24, "samples": 96}, ("pipeline.mode=sync", "trainer.steps=10"))
-"""A run in rounds, in which engine and trainer work alone: by its tokens/s one sees whether the machine became faster or slower."""
+were up to 22 % apart in the speed of trainer and engines, for all that no process here took; of that `probes` tell all but some percent."""
+PROBED = "probes.json"
+"""In a run's folder: seconds of `probes` on the engines' core and on the trainer's, while its figures were made."""
 _USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "slots": 128, "reward_s": 0.0}
 
 
@@ -79,13 +82,14 @@ def settings_of(case: dict[str, Any]) -> list[str]:
     lines += [f'model.path="{FOLDER / "model"}"', f"engine.max_running={case['slots']}"]
     lines += [f"engine.count={case['engines']}", f"pipeline.max_staleness={case['staleness']}", f"rollout.max_tokens={case['max_tokens']}"]
     lines += [f"rollout.group_size={case['group_size']}", f"batch.groups_per_step={case['samples'] // case['group_size']}"]
-    lines += [f"engine.cores={sorted(os.sched_getaffinity(0))[:1] * case['engines']}"]
+    engines_core, trainer_core = _cores()
+    lines += [f"engine.cores={[engines_core] * case['engines']}"]
     lines += ["scorer.slots=4"] if case["reward_s"] else []
     if case["kind"] == "environment":
         lines += [f'environment.function="{plugins}:reply"', "environment.max_turns=3"]
     if case["kind"] == "prm":
         lines += [f'prm.path="{FOLDER / "prm"}"', 'prm.dtype="float32"', "prm.chunk_tokens=8", 'prm.separator="="']
-        lines += [f"prm.cores={sorted(os.sched_getaffinity(0))[-1:]}"]
+        lines += [f"prm.cores={[trainer_core]}"]
     return lines
 
 
@@ -131,17 +135,15 @@ def _learn(folder: Path, case: dict[str, Any]) -> None:
         made.rename(folder)
 
 
-def control() -> float:
-    """Return the tokens/s of `CONTROL`, run now, by itself."""
-    changed, overrides = CONTROL
-    others = 0.0
-    for _ in range(MOST_TRIES):
-        folder, others = live({**_USUAL, "engines": 1, "kind": "plain", **changed}, *overrides)
-        tokens_per_s = figures_of(folder)["tokens_per_s"]
-        print(f"control: {tokens_per_s:.0f} tokens/s, others took {others:.3f} of the machine", flush=True)
-        if others <= MOST_OTHERS:
-            return tokens_per_s
-    sys.exit(f"others work on this machine: they took {others:.3f} of it, where forecasts need a quiet one (at most {MOST_OTHERS})")
+def probed(folder: Path) -> dict[str, float]:
+    """Return the seconds of the probes on the core of `engine` and on that of `trainer`, beside a run."""
+    return json.loads((folder / PROBED).read_text())
+
+
+def slowness_of(seconds: dict[str, float], usual: dict[str, float]) -> Slowness:
+    """Return how slow the cores were by their probes; a process reward model has the trainer's."""
+    engine, trainer = (seconds[part] / usual[part] for part in ("engine", "trainer"))
+    return Slowness(engine=engine, trainer=trainer, prm=trainer)
 
 
 def live(case: dict[str, Any], *overrides: str) -> tuple[Path, float]:
@@ -156,12 +158,23 @@ def live(case: dict[str, Any], *overrides: str) -> tuple[Path, float]:
     settings = _prepared()
     settings.write_text(settings.read_text().partition("[evaluation]")[0])
     before = set((FOLDER / "live").glob("demo-*/"))
-    others = Others()
-    subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case), *overrides], check=True, cwd=ROOT)
-    taken = others.fraction()
-    (folder,) = (path for path in set((FOLDER / "live").glob("demo-*/")) - before if (path / "journal").is_dir())
+    first, last = _cores()
+    with Probes((first, last)) as probes:
+        others = Others()
+        subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case), *overrides], check=True, cwd=ROOT)
+        taken = others.fraction()
+        (folder,) = (path for path in set((FOLDER / "live").glob("demo-*/")) - before if (path / "journal").is_dir())
+        steps = read_journal(folder).steps
+        seconds = probes.seconds(steps[0]["t"], steps[-1]["t"])
+    (folder / PROBED).write_text(json.dumps({"engine": seconds[first], "trainer": seconds[last]}))
     load_run(folder)
     return folder, taken
+
+
+def _cores() -> tuple[int, int]:
+    """Return the core of all engines, and the trainer's."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[0], cores[-1]
 
 
 def _prepared() -> Path:

@@ -16,7 +16,7 @@ from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts,
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
 from orchestrator.simulate.speeds import _num_computed, _points, _reports, _squares, _steps, trainer_of_runs
-from orchestrator.simulate.world import World
+from orchestrator.simulate.world import Slowness, World, slowed
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
 from pipelinerl.observe.journal import Journal
@@ -207,6 +207,26 @@ def test_so_does_what_batches_of_a_process_reward_model_take(tmp_path: Path):
     num_scored = 2 * 2 * (NUM_STEPS + 2)
     num_tokens = num_steps / 2 * 10 + num_steps / 2 * 40
     assert found.scoring.prm_step_tokens == pytest.approx(num_tokens / (num_steps - num_scored)), "one step of each ends with it"
+
+
+def test_a_run_on_slower_devices_tells_what_work_takes_usually_and_a_slowed_world_what_it_took_there(tmp_path: Path):
+    folder, slowness = tmp_path / "run", Slowness(engine=2.0, trainer=1.25, prm=4.0)
+    write_run(folder)
+    write_batches(folder, step_tokens=10)
+    as_it_was, usual = world_of_runs(config(), [folder]), world_of_runs(config(), [folder], slowness=[slowness])
+    again = slowed(usual, slowness)
+    for part, factor, names in (
+        ("engine", 2.0, ("kv_token_s",)),
+        ("trainer", 1.25, ("row_s", "token_s", "step_s")),
+        ("scoring", 4.0, ("prm_batch_s", "prm_step_s", "prm_token_s")),
+    ):
+        for name in names:
+            seconds = getattr(getattr(as_it_was, part), name)
+            assert getattr(getattr(usual, part), name) == pytest.approx(seconds / factor), name
+            assert getattr(getattr(again, part), name) == pytest.approx(seconds), name
+    for (_, seconds), (_, halved), (_, doubled) in zip(as_it_was.engine.pass_s, usual.engine.pass_s, again.engine.pass_s, strict=True):
+        assert (halved, doubled) == (pytest.approx(seconds / 2), pytest.approx(seconds))
+    assert usual.slowdowns == as_it_was.slowdowns
 
 
 def test_a_few_reports_of_batches_tell_what_a_token_takes_and_no_more(tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
+from orchestrator.simulate.world import Slowness
 from scripts.bench.foreseen import blind, cases, published
 from scripts.bench.machine import MOST_OTHERS
 from tests.orchestrator.simulate.worlds import BUSY, config
@@ -51,6 +52,34 @@ def test_a_case_is_held_to_the_median_of_its_tries_that_count(monkeypatch: pytes
     assert committed == [errors]
 
 
+def test_what_is_foretold_lies_between_the_speeds_that_were_simulated():
+    """Tokens/s of 100 less 10 for each step of the engines' core, and 1 for each of the trainer's: halfway between two of either."""
+    rows = [[100.0 - 10 * engine - trainer for trainer in range(len(blind.SPEEDS))] for engine in range(len(blind.SPEEDS))]
+    between = Slowness(engine=(blind.SPEEDS[0] + blind.SPEEDS[1]) / 2, trainer=(blind.SPEEDS[1] + blind.SPEEDS[2]) / 2)
+    assert blind.at_speed({"tokens_per_s": rows}, between) == {"tokens_per_s": pytest.approx(100 - 5 - 1.5)}
+
+
+def test_a_case_is_held_to_what_was_foretold_at_the_speeds_of_its_tries(monkeypatch: pytest.MonkeyPatch):
+    def shown(rate: float, foretold: float, slow: float) -> dict[str, Any]:
+        figures = [{"tokens_per_s": one, **dict.fromkeys(blind.FIGURES[1:], 0.5)} for one in (rate, foretold)]
+        return {"case": 0, "code": "a", "slowness": {"engine": slow, "trainer": 1.0}} | dict(
+            zip(("live", "foretold"), figures, strict=True)
+        )
+
+    record = {
+        "seed": 9,
+        "code": "a",
+        "cases": [{}],
+        "forecasts": [{"tokens_per_s": 120.0, **dict.fromkeys(blind.FIGURES[1:], 0.5)}],
+    }
+    tries = [shown(100.0, 110.0, 1.1), shown(80.0, 84.0, 1.2), shown(90.0, 99.0, 1.15), shown(20.0, 80.0, 2.0)]
+    monkeypatch.setattr(blind, "_tries", lambda: tries)
+    monkeypatch.setattr(blind, "_records", lambda: [record])
+    (last,), (committed,) = blind.errors_by_seed()[9]
+    assert last["tokens_per_s"] == pytest.approx(0.1), "99 for 90: medians of the three within the speeds that were foretold"
+    assert committed["tokens_per_s"] == pytest.approx(120 / 90 - 1)
+
+
 def test_cases_are_run_in_rounds_until_each_has_three_tries_that_count(monkeypatch: pytest.MonkeyPatch):
     def tried(case: int, **more: Any) -> dict[str, Any]:
         return {"case": case, "code": "a", "live": {}, **more}
@@ -58,12 +87,12 @@ def test_cases_are_run_in_rounds_until_each_has_three_tries_that_count(monkeypat
     tries: list[dict[str, Any]] = []
     monkeypatch.setattr(blind, "_records", lambda: [{"code": "a"}])
     monkeypatch.setattr(blind, "_tries", lambda: tries)
-    assert blind._missing(None) == [0, 1, 2, 3]
+    assert blind._missing(None) == [*range(8)]
     tries += [tried(case) for case in range(4)]
-    assert blind._missing(None) == [4, 5, 6, 7]
+    assert blind._missing(None) == [4, 5, 6, 7, 0, 1, 2, 3]
     assert blind._missing(2) == [2], "one that is asked for"
     tries += [tried(case, drift=0.9 * (case == 5)) for case in range(4, 8)]
-    assert blind._missing(None) == [0, 1, 2, 3], "a disturbed try is one, too: others come first"
+    assert blind._missing(None) == [*range(8)], "a disturbed try is one, too: others come first"
     tries += [tried(case) for case in range(8) for _ in range(2)]
     assert blind._missing(None) == [5], "it has two that count"
     tries += [tried(5)]
@@ -129,8 +158,14 @@ def test_a_try_beside_which_others_worked_does_not_count_and_one_that_failed_sho
     assert not blind.counts({"failed": "exit status 1"})
 
 
+def test_a_try_at_another_speed_than_those_foretold_does_not_count():
+    live = {"live": {"tokens_per_s": 1.0}, "others": 0.0}
+    assert blind.counts(live | {"slowness": {"engine": blind.SPEEDS[0], "trainer": blind.SPEEDS[-1]}})
+    assert not blind.counts(live | {"slowness": {"engine": 1.0, "trainer": blind.SPEEDS[-1] + 0.01}})
+    assert not blind.counts(live | {"slowness": {"engine": blind.SPEEDS[0] - 0.01, "trainer": 1.0}})
+
+
 def test_a_try_between_control_runs_of_another_speed_does_not_count():
     live = {"live": {"tokens_per_s": 1.0}, "others": 0.0}
-    assert blind.drift([104.0, 97.0], [99.0, 101.0]) == pytest.approx(0.04)
     assert blind.counts(live | {"drift": blind.MOST_DRIFT})
     assert not blind.counts(live | {"drift": blind.MOST_DRIFT + 0.001})
