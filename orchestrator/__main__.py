@@ -15,7 +15,7 @@ from pipelinerl.config import Config
 from pipelinerl.config.file import load_run
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.network import address_of
-from pipelinerl.runtime.process import crash_report, end_stuck
+from pipelinerl.runtime.process import crash_report, end_stuck, keep_to
 from pipelinerl.runtime.watch import guarded
 
 
@@ -28,6 +28,7 @@ def main() -> None:
     with crash_report(run_folder, "orchestrator"):
         with startup.mark("imports", since_s=startup.begun_s()):
             config = load_run(run_folder)
+            keep_to(config.run.cores)
         result = asyncio.run(_run(config, run_folder, address=address_of(arguments.interface or config.run.interface)))
         print(f"{result.reason}: {result.rollouts}", flush=True)
 

@@ -33,6 +33,9 @@ class RunSection(Section):
     interface: str = Field(
         "127.0.0.1", description="address, host name or network interface (ib0) at which the orchestrator listens; never all of them"
     )
+    cores: tuple[int, ...] = Field(
+        (), description="CPU cores of the orchestrator and of each scorer with its reward calls, shared; empty lets the system choose"
+    )
 
 
 class ModelSection(Section):

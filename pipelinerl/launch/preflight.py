@@ -274,7 +274,8 @@ def _packages(*, otherwise: Level) -> Iterator[Finding]:
 
 def _cores(config: Config) -> Iterator[Finding]:
     here = os.sched_getaffinity(0)
-    for part, cores in (("engine", config.engine.cores), ("trainer", config.trainer.cores), ("prm", config.prm.cores)):
+    for part in ("run", "engine", "trainer", "prm"):
+        cores = getattr(config, part).cores
         if unknown := sorted(set(cores) - here):
             found = f"names {', '.join(map(str, unknown))}, and processes here may use {', '.join(map(str, sorted(here)))}"
             yield fail(f"{part}.cores", found)

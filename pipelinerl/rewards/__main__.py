@@ -11,7 +11,7 @@ from pipelinerl.observe.journal import Journal
 from pipelinerl.rewards.server import Server
 from pipelinerl.runtime import startup
 from pipelinerl.runtime.membership import ScaleFolder
-from pipelinerl.runtime.process import crash_report
+from pipelinerl.runtime.process import crash_report, keep_to
 from pipelinerl.transport.zmq import ZmqLink
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     with crash_report(arguments.run_folder, name):
         with startup.mark("imports", since_s=startup.begun_s()):
             config = load_run(arguments.run_folder)
+            keep_to(config.run.cores)
         journal = Journal(arguments.run_folder, name)
         startup.write(journal)
         link = ZmqLink(arguments.run_folder, "scorer", arguments.index, accepts=ToScorer)

@@ -36,6 +36,12 @@ def die_with_parent(parent_id: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def keep_to(cores: Collection[int]) -> None:
+    """Have this process, and what it starts from now on, run on these cores alone; on any where none is named."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
 @contextlib.contextmanager
 def crash_report(run_folder: Path, process: str) -> Iterator[None]:
     """Record the error that ends this process in `<run>/failures/<process>.json`, print it, and exit with 1; where the disk takes no

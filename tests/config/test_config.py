@@ -557,6 +557,7 @@ KEYS = [
     "run.record_groups",
     "run.fatal_alarms",
     "run.interface",
+    "run.cores",
     "model.path",
     "model.dtype",
     "model.max_tokens",

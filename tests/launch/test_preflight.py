@@ -172,9 +172,11 @@ def test_a_completion_longer_than_the_context_leaves_no_tokens_and_not_fewer_tha
 def test_a_core_that_is_not_there_is_named(settings: Callable[..., Config]):
     here = sorted(os.sched_getaffinity(0))
     missing = here[-1] + 1
-    config = settings(engine={"cores": [missing]}, trainer={"cores": here[:1]}, prm={"path": "prm", "cores": [missing]})
+    config = settings(
+        engine={"cores": [missing]}, trainer={"cores": here[:1]}, prm={"path": "prm", "cores": [missing]}, run={"cores": [*here, missing]}
+    )
     said = f"names {missing}, and processes here may use {', '.join(map(str, here))}"
-    assert [one for one in failures(checked(config)) if ".cores" in one] == [f"engine.cores: {said}", f"prm.cores: {said}"]
+    assert [one for one in failures(checked(config)) if ".cores" in one] == [f"{part}.cores: {said}" for part in ("run", "engine", "prm")]
 
 
 def test_a_parameter_that_nothing_supplies_is_named_with_the_nearest_column(settings: Callable[..., Config]):

@@ -23,7 +23,7 @@ from pipelinerl.observe.report.plots import COLOURS, Figure, Line, Point, time_u
 from pipelinerl.observe.report.reading import Tables, has_journal, read_tables
 from pipelinerl.observe.report.units import NOT_RECORDED, duration, milliseconds, percent, quantity, whole
 
-IGNORED_SETTINGS = ("run.name", "run.folder", "engine.cores", "trainer.cores", "prm.cores")
+IGNORED_SETTINGS = ("run.name", "run.folder", "run.cores", "engine.cores", "trainer.cores", "prm.cores")
 """Settings that differ without a meaning."""
 
 

@@ -83,7 +83,7 @@ def settings_of(case: dict[str, Any]) -> list[str]:
     lines += [f"engine.count={case['engines']}", f"pipeline.max_staleness={case['staleness']}", f"rollout.max_tokens={case['max_tokens']}"]
     lines += [f"rollout.group_size={case['group_size']}", f"batch.groups_per_step={case['samples'] // case['group_size']}"]
     engines_core, trainer_core = _cores()
-    lines += [f"engine.cores={[engines_core] * case['engines']}"]
+    lines += [f"engine.cores={[engines_core] * case['engines']}", f"run.cores=[{trainer_core}]"]
     lines += ["scorer.slots=4"] if case["reward_s"] else []
     if case["kind"] == "environment":
         lines += [f'environment.function="{plugins}:reply"', "environment.max_turns=3"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
 from orchestrator.simulate.world import Slowness
 from scripts.bench.foreseen import blind, cases, published
+from scripts.bench.foreseen.probes import EVERY_S, Probes
 from scripts.bench.machine import MOST_OTHERS
 from tests.orchestrator.simulate.worlds import BUSY, config
 
@@ -169,3 +172,14 @@ def test_a_try_between_control_runs_of_another_speed_does_not_count():
     live = {"live": {"tokens_per_s": 1.0}, "others": 0.0}
     assert blind.counts(live | {"drift": blind.MOST_DRIFT})
     assert not blind.counts(live | {"drift": blind.MOST_DRIFT + 0.001})
+
+
+def test_probes_time_a_core_again_and_again_until_they_end():
+    core = min(os.sched_getaffinity(0))
+    with Probes((core,)) as probes:
+        began_s = time.time()
+        time.sleep(3 * EVERY_S)
+        found = probes.seconds(began_s, time.time())
+        watched = [process.pid for process in probes._processes]
+    assert 1e-4 < found[core] < 1.0
+    assert not any(Path(f"/proc/{number}").exists() for number in watched)
