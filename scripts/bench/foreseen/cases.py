@@ -159,8 +159,8 @@ def live(case: dict[str, Any], *overrides: str) -> tuple[Path, float]:
     settings.write_text(settings.read_text().partition("[evaluation]")[0])
     before = set((FOLDER / "live").glob("demo-*/"))
     first, last = _cores()
+    others = Others()  # first: what a process of ours took before would be taken from what others do
     with Probes((first, last)) as probes:
-        others = Others()
         subprocess.run([sys.executable, "-m", "pipelinerl", "run", str(settings), *settings_of(case), *overrides], check=True, cwd=ROOT)
         taken = others.fraction()
         (folder,) = (path for path in set((FOLDER / "live").glob("demo-*/")) - before if (path / "journal").is_dir())
