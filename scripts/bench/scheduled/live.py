@@ -34,7 +34,7 @@ Key = tuple[str, str, int, int]
 """Case, way, seed, and the number of the turn: of the ways of a turn, one is what the others are held against."""
 FOLDER = Path("runs/bench-schedule-live")
 ENGINES, SLOTS, GROUPS, GROUP_SIZE = 2, 16, 16, 8
-STEPS, QUICK_STEPS = 6, 3
+STEPS, QUICK_STEPS = 10, 3
 SEEDS = (0, 1)
 BLOCK_TOKENS, LITTLE_BLOCKS, TOKEN_BYTES = 32, 15, 5120
 """Tokens of a block of the KV cache (vLLM's CPU kernels take multiples of 32), blocks of a little one, bytes of a token: 5 layers, 4 heads

@@ -45,7 +45,7 @@ SLOTS = 32
 """Sequences for each device of an engine."""
 NUM_SIMULATED = {48: 8, 1024: 3}
 """Static layouts that are simulated of those that the planner finds: its formulas rank them, and are off by a quarter."""
-LONG, NUM_WHOLE = 20_480, 3
+LONG, NUM_WHOLE = 40_960, 3
 """Where a run has more groups than this, static layouts are tried on one of so many, and the fastest few simulated whole."""
 SWITCH_S = 60.0
 """Seconds from the end of one role to the beginning of another: processes, 28 GB of weights, graphs, groups. Assumed."""
