@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -198,29 +198,20 @@ USUAL = Slowness()
 
 def slowed(world: World, slowness: Slowness) -> World:
     """Return a world in which passes, rows and batches take so many times as long, and all else what it took."""
-    engine, trainer, scoring, by = world.engine, world.trainer, world.scoring, slowness
+    engine = _times(slowness.engine, world.engine, "kv_token_s", "prefill_token_s")
     return dataclasses.replace(
         world,
-        engine=dataclasses.replace(
-            engine,
-            pass_s=tuple((sequences, seconds * by.engine) for sequences, seconds in engine.pass_s),
-            kv_token_s=engine.kv_token_s * by.engine,
-            prefill_token_s=engine.prefill_token_s * by.engine,
-        ),
-        trainer=dataclasses.replace(
-            trainer,
-            row_s=trainer.row_s * by.trainer,
-            token_s=trainer.token_s * by.trainer,
-            square_s=trainer.square_s * by.trainer,
-            step_s=trainer.step_s * by.trainer,
-        ),
-        scoring=dataclasses.replace(
-            scoring,
-            prm_batch_s=scoring.prm_batch_s * by.prm,
-            prm_step_s=scoring.prm_step_s * by.prm,
-            prm_token_s=scoring.prm_token_s * by.prm,
-        ),
+        engine=dataclasses.replace(engine, pass_s=tuple((sequences, seconds * slowness.engine) for sequences, seconds in engine.pass_s)),
+        trainer=_times(slowness.trainer, world.trainer, "row_s", "token_s", "square_s", "step_s"),
+        scoring=_times(slowness.prm, world.scoring, "prm_batch_s", "prm_step_s", "prm_token_s"),
     )
+
+
+_Part = TypeVar("_Part", EngineWorld, TrainerWorld, ScoringWorld)
+
+
+def _times(factor: float, part: _Part, *names: str) -> _Part:
+    return dataclasses.replace(part, **{name: factor * getattr(part, name) for name in names})
 
 
 def faults_by_step(faults: Faults, *, num_steps: int, seed: int) -> dict[int, list[str]]:

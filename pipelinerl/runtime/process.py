@@ -37,9 +37,20 @@ def die_with_parent(parent_id: int | None = None) -> None:
 
 
 def keep_to(cores: Collection[int]) -> None:
-    """Have this process, and what it starts from now on, run on these cores alone; on any where none is named."""
-    if cores:
+    """Have this process, and what it starts from now on, run on these cores alone (`run.cores`); on any where none is named.
+
+    Raises `ConfigError` where this machine has none of them.
+    """
+    if not cores:
+        return
+    try:
         os.sched_setaffinity(0, cores)
+    except OSError as error:
+        here = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(
+            f"run.cores names {', '.join(map(str, cores))}, and processes here may use {here}: name cores that every machine has on which"
+            " the orchestrator or a scorer runs, or none"
+        ) from error
 
 
 @contextlib.contextmanager

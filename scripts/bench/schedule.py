@@ -6,8 +6,8 @@
     python -m scripts.bench.schedule --part roles       # devices that change roles while answers grow, 48 GPUs; and other loads
     python -m scripts.bench.schedule --part live        # dispatch, routing, KV admission, cut groups on two real engines, and simulated
 
-The rules are the live ones (`orchestrator.rules`). Only the part `live` measures anything: it takes a quarter of an hour of two quiet
-cores, in pieces (`--budget-s`).
+The rules are the live ones (`orchestrator.rules`). Only the part `live` measures anything: it takes more than half an hour of two
+quiet cores, in pieces (`--budget-s`).
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ def forecast() -> None:
     *others, record = _records()
     if record["code"] != code_hash():
         sys.exit("the simulator's code has changed since the cases were drawn: draw again, with another seed")
-    probed = [cases.probed(folder) for folder in sorted({folder for case in record["cases"] for folder in cases.learned_from(case)})]
+    folders = sorted({folder for case in record["cases"] for folder in cases.learned_from(case)})
+    if missing := [folder.name for folder in folders if not folder.exists()]:
+        sys.exit(f"{len(missing)} of {len(folders)} runs to learn from are not made ({missing[0]}): --blind calibrate")
+    probed = [cases.probed(folder) for folder in folders]
     record["usual"] = {part: statistics.fmean(one[part] for one in probed) for part in ("engine", "trainer")}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         record["at_speeds"] = list(pool.map(foretold, record["cases"], [record["usual"]] * len(record["cases"])))

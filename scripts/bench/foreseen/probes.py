@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from pipelinerl.runtime.process import die_with_parent
+
 EVERY_S, READY_S = 0.5, 60.0
 HIDDEN_SIZE, NUM_LAYERS, NUM_SEQUENCES, CONTEXT = 256, 6, 16, 32
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,16 +31,16 @@ class Probes(contextlib.AbstractContextManager["Probes"]):
     """A process on each core that times the same work there again and again."""
 
     def __init__(self, cores: Sequence[int]) -> None:
-        """Return once all have begun. Raises `TimeoutError` where one does not."""
+        """Return once all have begun. Raises `RuntimeError` where one does not."""
         self._folder = contextlib.ExitStack()
         home = Path(self._folder.enter_context(tempfile.TemporaryDirectory()))
         self._files = {core: home / str(core) for core in cores}
         self._processes = [self._begun(core, file) for core, file in self._files.items()]
         until_s = time.monotonic() + READY_S
-        while not all(file.stat().st_size for file in self._files.values()):
-            if time.monotonic() > until_s:
+        while silent := [core for core, file in self._files.items() if not file.stat().st_size]:
+            if time.monotonic() > until_s or any(process.poll() is not None for process in self._processes):
                 self.__exit__()
-                raise TimeoutError(f"the probes of the cores {list(cores)} have timed nothing within {READY_S:g} s")
+                raise RuntimeError(f"the probes of the cores {silent} have timed nothing within {READY_S:g} s, or ended")
             time.sleep(0.05)
 
     def __enter__(self) -> Self:
@@ -51,7 +53,12 @@ class Probes(contextlib.AbstractContextManager["Probes"]):
         self._folder.close()
 
     def seconds(self, start_s: float, end_s: float) -> dict[int, float]:
-        """Return the mean seconds of the work on each core between two moments (Unix seconds)."""
+        """Return the mean seconds of the work on each core between two moments (Unix seconds).
+
+        Raises `RuntimeError` where a probe has ended.
+        """
+        if ended := [core for core, process in zip(self._files, self._processes, strict=True) if process.poll() is not None]:
+            raise RuntimeError(f"the probes of the cores {ended} ended while they were needed; what they said stands above")
         return {core: _mean_s(file.read_text(), start_s, end_s) for core, file in self._files.items()}
 
     def _begun(self, core: int, file: Path) -> subprocess.Popen[bytes]:
@@ -65,7 +72,8 @@ def _mean_s(lines: str, start_s: float, end_s: float) -> float:
 
 
 def main() -> None:
-    """Time the work on the core that the command line names, and print (Unix seconds, seconds) of each time."""
+    """Time the work on the core that the command line names, and print (Unix seconds, seconds) of each time, until the parent ends."""
+    die_with_parent()
     os.sched_setaffinity(0, {int(sys.argv[1])})
     import torch
     from torch.nn.functional import rms_norm, silu

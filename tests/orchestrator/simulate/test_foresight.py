@@ -6,6 +6,8 @@ import json
 import os
 import statistics
 import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from scripts.bench.foreseen import blind, cases, published
 from scripts.bench.foreseen.probes import EVERY_S, Probes
 from scripts.bench.machine import MOST_OTHERS
 from tests.orchestrator.simulate.worlds import BUSY, config
+from tests.processes import is_alive, wait_until
 
 
 def test_a_seed_draws_the_same_eight_cases_and_every_kind_is_among_them():
@@ -183,3 +186,31 @@ def test_probes_time_a_core_again_and_again_until_they_end():
         watched = [process.pid for process in probes._processes]
     assert 1e-4 < found[core] < 1.0
     assert not any(Path(f"/proc/{number}").exists() for number in watched)
+
+
+def test_probes_end_with_whoever_began_them_and_one_that_ended_is_named():
+    core = min(os.sched_getaffinity(0))
+    code = f"""
+        import time
+        from scripts.bench.foreseen.probes import Probes
+        probes = Probes(({core},))
+        print(probes._processes[0].pid, flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=blind.ROOT) as parent:
+        assert parent.stdout is not None
+        probe = int(parent.stdout.readline())
+        parent.kill()
+    wait_until(lambda: not is_alive(probe), what="a probe outlives the bench")
+    with Probes((core,)) as probes:
+        probes._processes[0].kill()
+        probes._processes[0].wait()
+        with pytest.raises(RuntimeError, match=rf"the probes of the cores \[{core}\] ended"):
+            probes.seconds(0.0, time.time())
+
+
+def test_a_forecast_without_all_runs_to_learn_from_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(cases, "FOLDER", tmp_path)
+    monkeypatch.setattr(blind, "_records", lambda: [{"code": blind.code_hash(), "cases": blind.draw(4)}])
+    with pytest.raises(SystemExit, match=r"\d+ of \d+ runs to learn from are not made \(like-1-.*: --blind calibrate"):
+        blind.forecast()
