@@ -4,7 +4,8 @@ A core of a rented machine is half of one, and whoever has the other half slows 
 no account of this machine. What is timed is the thread's own time on its core, so it does not matter who else waits for it here.
 
 Of seven runs of one setting, 45 s each, an engine's pass lasted 9.9 to 12.1 ms and a token of the trainer 0.49 to 0.60 ms; divided by the
-probes of the core they are 1.8 and 2.1 % from each other, in place of 5.6 and 6.6 % (standard deviations).
+probes of the core they are 1.8 and 2.1 % from each other, in place of 5.6 and 6.6 % (standard deviations; of probes that did not do the work
+once before they timed it).
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def main() -> None:
 
     with torch.no_grad():
         while True:
+            work()  # brings caches back, which other work had: without it the kind of run shows, by 8 %
             began_s = time.thread_time()
             work()
             print(time.time(), time.thread_time() - began_s, flush=True)
