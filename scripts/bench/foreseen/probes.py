@@ -4,8 +4,8 @@ A core of a rented machine is half of one, and whoever has the other half slows 
 no account of this machine. What is timed is the thread's own time on its core, so it does not matter who else waits for it here.
 
 Of seven runs of one setting, 45 s each, an engine's pass lasted 9.9 to 12.1 ms and a token of the trainer 0.49 to 0.60 ms; divided by the
-probes of the core they are 1.8 and 2.1 % from each other, in place of 5.6 and 6.6 % (standard deviations; of probes that did not do the work
-once before they timed it).
+probes of the core they are 1.8 and 2.1 % from each other, in place of 5.6 and 6.6 % (standard deviations; of probes that did not do
+the work once before they timed it).
 """
 
 from __future__ import annotations
