@@ -42,14 +42,14 @@ TRAINER_POWER = 0.82
 by the probes 2.4 %, and by this power of them 1.8 %. Of engines the best power is 0.92, and no better than 1."""
 LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "long": ({"max_tokens": 64}, ()),
-    "sync": ({"max_tokens": 24}, ("pipeline.mode=sync",)),
+    "sync": ({"max_tokens": 40}, ("pipeline.mode=sync",)),
     "short": ({"max_tokens": 20, "group_size": 16}, ()),
     "few": ({"max_tokens": 40, "slots": 16}, ()),
     "fours": ({"max_tokens": 48, "slots": 32, "group_size": 4}, ()),
 }
 """Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of several lengths tell a row
 from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
-also work alone, and in groups of four many samples have no gradient. An environment and a process reward model have four runs of their own
+also work alone, with answers as long as those of `few`, where both always work; in groups of four many samples have no gradient. An environment and a process reward model have four runs of their own
 besides, as `_USUAL`, `few`, `short` and `fours`. Each is made `LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart,
 were up to 22 % apart in the speed of trainer and engines, for all that no process here took; of that `probes` tell all but some percent."""
 PROBED = "probes.json"
