@@ -49,9 +49,10 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 """Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of several lengths tell a row
 from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
-also work alone, with answers as long as those of `few`, where both always work; in groups of four many samples have no gradient. An environment and a process reward model have four runs of their own
-besides, as `_USUAL`, `few`, `short` and `fours`. Each is made `LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart,
-were up to 22 % apart in the speed of trainer and engines, for all that no process here took; of that `probes` tell all but some percent."""
+also work alone, with answers as long as those of `few`, where both always work; in groups of four many samples have no gradient. An
+environment and a process reward model have four runs of their own besides, as `_USUAL`, `few`, `short` and `fours`. Each is made
+`LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart, were up to 22 % apart in the speed of trainer and engines, for
+all that no process here took; of that `probes` tell all but some percent."""
 PROBED = "probes.json"
 """In a run's folder: seconds of `probes` on the engines' core and on the trainer's, while its figures were made."""
 _USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "slots": 128, "reward_s": 0.0}
