@@ -1,8 +1,9 @@
 """Devices that change roles while the load changes, against the best layout that never changes, as the planner finds it.
 
 The planner searches every split and layout at five lengths of the load; what it finds is ranked by its own arithmetic over the whole run.
-The first few are simulated, and every split by whole nodes with the wider engines: the fastest of these is the best static one. The run
-whose devices change begins as the planner says for the first lengths, and knows nothing of those to come.
+The first few are simulated, and every split by whole nodes with the wider engines: the fastest of these is the best static one. On a large
+cluster they are simulated on a part of it, and the fastest, so many times as large, on the whole. The run whose devices change begins as
+the planner says for the first lengths, and knows nothing of those to come.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ CORE_NODES = (1, 2, 4)
 REPORT_S = 10.0
 SLOTS = 32
 """Sequences for each device of an engine."""
-NUM_SIMULATED = {48: 8, 1024: 3}
+NUM_SIMULATED = 8
 """Static layouts that are simulated of those that the planner finds: its formulas rank them, and are off by a quarter."""
-LONG, NUM_WHOLE = 40_960, 3
-"""Where a run has more groups than this, static layouts are tried on one of so many, and the fastest few simulated whole."""
+PARTS, NUM_WHOLE = {48: 1, 1024: 16}, 3
+"""Static layouts are tried on one of so many parts of a cluster, with as many groups for each GPU; the fastest few are simulated whole."""
 SWITCH_S = 60.0
 """Seconds from the end of one role to the beginning of another: processes, 28 GB of weights, graphs, groups. Assumed."""
 OTHER_SWITCHES_S = (0.0, 180.0, 600.0)
-SIZES = {48: {"groups": 64, "steps": 40}, 1024: {"groups": 512, "steps": 20}}
+GROUPS = {48: 64, 1024: 1365}
+"""Of a step: as many for each GPU on either cluster, so engines have as much to write at once, and a step takes as long."""
+STEPS = 40
 QUICK_STEPS = 16
 
 
@@ -82,16 +85,15 @@ class Case:
 
 def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness.Measured:
     """Return the table of a cluster under a load."""
-    found, size = harness.Measured(), SIZES[num_gpus]
-    what = LOADS[load]
-    steps = QUICK_STEPS if quick else size["steps"] * what.step_factor
-    case = Case(num_gpus=num_gpus, groups=size["groups"], steps=steps, load=what)
+    found, what = harness.Measured(), LOADS[load]
+    steps = QUICK_STEPS if quick else STEPS * what.step_factor
+    case = Case(num_gpus=num_gpus, groups=GROUPS[num_gpus], steps=steps, load=what)
     _measure(found, case, quick=quick)
     answers = f"answers of {what.mean:,.0f} tokens in the mean{_times(what.factors)}, cv {what.cv}"
     prompts = f"prompts of {what.prompt:,.0f}{_times(what.prompt_factors)}"
     found.notes += [
         f"a change of roles takes {SWITCH_S:g} s from the end of one to the beginning of the other, where no other number stands",
-        f"{MODEL} on {GPU}, K = {what.staleness}, {steps} steps of {size['groups']} groups of 8; {answers}; {prompts}",
+        f"{MODEL} on {GPU}, K = {what.staleness}, {steps} steps of {case.groups} groups of 8; {answers}; {prompts}",
         f"a node changes at a time, and {core_of(case)} GPUs always train; in the best layout for its own lengths each, without a cost of"
         f" changes, the steps would take 1 / {limit(case):.2f} of what the best static layout takes, by the planner's formulas",
         "best static: the fastest in simulation of what `planning.search` found at five lengths of the drift, ranked by its formulas",
@@ -109,11 +111,8 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
             run.add_done_callback(functools.partial(_tell, said(one)))
             return run
 
-        layouts = static_layouts(case, quick=quick)
-        if case.steps * case.groups > LONG:
-            layouts = _fastest(dataclasses.replace(case, steps=LONG // case.groups), layouts, pool)
+        layouts = static_layouts(case, quick=quick) if quick or PARTS[case.num_gpus] == 1 else fastest_of_part(case, pool)
         runs = [begun(one) for one in layouts]
-        turns = [] if quick else [begun(found_by_planner(case, is_colocated=True)[0])]
         ways = {"roles": {"migration": None}, "roles and relieve": {"migration": 0}}
         elastic = {f"{way}, from first lengths": begun(first, switch_s=SWITCH_S, **options) for way, options in ways.items()}
         other_switches = () if quick or case.num_gpus > 48 else OTHER_SWITCHES_S
@@ -121,6 +120,7 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
             f"roles and relieve, from first lengths, {switch_s:g} s a change": begun(first, switch_s=switch_s, migration=0)
             for switch_s in other_switches
         }
+        turns = [] if quick else [begun(found_by_planner(case, is_colocated=True)[0])]
         static = [run.result() for run in runs]
         best = max(range(len(static)), key=lambda number: static[number].speed)
         relieved = begun(layouts[best], migration=0)
@@ -182,7 +182,7 @@ def found_by_planner(case: Case, *, is_colocated: bool = False) -> list[Candidat
 
 def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
     """The layouts that are simulated: the planner's first, and evenly spaced splits by whole nodes with the wider engines."""
-    first = found_by_planner(case)[: 4 if quick else NUM_SIMULATED[case.num_gpus]]
+    first = found_by_planner(case)[: 4 if quick else NUM_SIMULATED]
     num_nodes = case.num_gpus // NODE
     splits = sorted({max(1, round(num_nodes * part / 8)) for part in range(1, 8)})
     others = [of_nodes(case, nodes, width) for nodes in splits for width in WIDTHS[-2:]]
@@ -190,13 +190,18 @@ def static_layouts(case: Case, *, quick: bool) -> list[Candidate]:
     return list({said(one): one for one in every}.values())
 
 
-def _fastest(case: Case, layouts: list[Candidate], pool: ProcessPoolExecutor) -> list[Candidate]:
-    """The fastest of some layouts."""
-    runs = [pool.submit(_shown, case, one) for one in layouts]
+def fastest_of_part(case: Case, pool: ProcessPoolExecutor) -> list[Candidate]:
+    """The planner's first layout, and those that are fastest on a part of the cluster, as many times as large as the cluster is."""
+    times = PARTS[case.num_gpus]
+    part = dataclasses.replace(case, num_gpus=case.num_gpus // times, groups=round(case.groups / times))
+    layouts = static_layouts(part, quick=False)
+    runs = [pool.submit(_shown, part, one) for one in layouts]
     for one, run in zip(layouts, runs, strict=True):
-        run.add_done_callback(functools.partial(_tell, f"{case.steps} steps of {said(one)}"))
+        run.add_done_callback(functools.partial(_tell, f"{part.num_gpus} GPUs, {said(one)}"))
     speeds = {said(one): run.result().speed for one, run in zip(layouts, runs, strict=True)}
-    return sorted(layouts, key=lambda one: -speeds[said(one)])[:NUM_WHOLE]
+    fastest = sorted(layouts, key=lambda one: -speeds[said(one)])[:NUM_WHOLE]
+    every = [found_by_planner(case)[0], *(of_nodes(case, one.layout.ranks * times // NODE, _width(one)) for one in fastest)]
+    return list({said(one): one for one in every}.values())
 
 
 def _tell(what: str, run: Future[Shown]) -> None:
@@ -205,9 +210,14 @@ def _tell(what: str, run: Future[Shown]) -> None:
         print(f"{what}: {run.result().speed:,.0f} tokens/s", file=sys.stderr, flush=True)
 
 
+def _width(one: Candidate) -> int:
+    """Return the GPUs of an engine."""
+    return int(one.inputs["engine_tensor"] * one.inputs["engine_pipeline"])
+
+
 def _widened(one: Candidate, shape: Shape, width: int) -> Candidate:
     """The same GPUs as engines of another width."""
-    num_gpus = one.inputs["engines"] * one.inputs["engine_tensor"] * one.inputs["engine_pipeline"]
+    num_gpus = one.inputs["engines"] * _width(one)
     engines = {"engine_tensor": width, "engine_pipeline": 1, "engines": num_gpus // width, "max_running": SLOTS * width}
     return judge({**one.inputs, **engines}, shape)
 
@@ -271,7 +281,7 @@ def said(one: Candidate) -> str:
     """Name a layout."""
     inputs, layout = one.inputs, one.layout
     kinds = [f"{kind} {size}" for kind in ("shard", "context", "tensor", "pipeline") if (size := getattr(layout, kind)) > 1]
-    engines = f"{inputs['engines']:.0f} engines of {inputs['engine_tensor'] * inputs['engine_pipeline']:.0f}"
+    engines = f"{inputs['engines']:.0f} engines of {_width(one)}"
     return f"{layout.ranks} train ({', '.join(kinds) or 'data'}), {engines}"
 
 
