@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -12,8 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+ROOT = Path(__file__).resolve().parents[2]
 BUDGET = {"--budget-s": {"type": float, "default": float("inf"), "help": "start nothing after so many seconds; call again to go on"}}
 """The option of a bench that is made in pieces."""
+
+
+def hash_of(places: Sequence[str]) -> str:
+    """Return the hash of the Python files in some folders of the repository, or of some files."""
+    digest = hashlib.sha256()
+    for place in places:
+        for path in sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]:
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 Key = TypeVar("Key", bound=tuple[str | int, ...])

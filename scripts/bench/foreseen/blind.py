@@ -24,7 +24,6 @@ idle processor had right before each, which made errors larger.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import multiprocessing
 import os
@@ -48,6 +47,7 @@ from scripts.bench import harness
 from scripts.bench.foreseen import cases
 from scripts.bench.foreseen.cases import FOLDER, ROOT, draw
 from scripts.bench.machine import MOST_OTHERS
+from scripts.bench.pieces import hash_of
 
 FORECASTS = harness.RESULTS / "foresight-forecasts.json"
 """One record for each seed that was drawn, in order; the last is the one that stages act on."""
@@ -95,11 +95,7 @@ def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
 
 def code_hash() -> str:
     """Return the hash of the code that makes forecasts."""
-    digest = hashlib.sha256()
-    for place in CODE:
-        for path in sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]:
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return hash_of(CODE)
 
 
 def forecast() -> None:

@@ -4,6 +4,8 @@ The planner searches every split and layout at five lengths of the load; what it
 The first few are simulated, and every split by whole nodes with the wider engines: the fastest of these is the best static one. On a large
 cluster they are simulated on a part of it, and the fastest, so many times as large, on the whole. The run whose devices change begins as
 the planner says for the first lengths, and knows nothing of those to come.
+
+What a run showed is kept under `runs/`, by the hash of the code that it hangs on: a bench that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import sys
@@ -35,8 +39,12 @@ from pipelinerl.planning.plan import model_of
 from pipelinerl.planning.search import Candidate, judge, search, trainers_of
 from pipelinerl.planning.shape import Shape
 from scripts.bench import harness
+from scripts.bench.pieces import ROOT, hash_of
 from scripts.bench.scheduled.loads import LOADS, LONGEST, Load
 
+CODE = ("orchestrator", "pipelinerl/algorithms", "pipelinerl/config", "pipelinerl/data", "pipelinerl/planning", "scripts/bench/scheduled")
+"""What a simulated run hangs on."""
+KEPT = ROOT / "runs" / "bench-schedule-roles"
 MODEL, GPU, NODE = "Qwen/Qwen2.5-14B", "h800", 8
 WIDTHS = (1, 2, 4, 8)
 CORE_NODES = (1, 2, 4)
@@ -358,6 +366,19 @@ class Shown:
 
 
 def _shown(case: Case, one: Candidate, *, switch_s: float | None = None, migration: int | None = None) -> Shown:
+    """Return what `_simulated` shows, or has shown before: it is the same each time."""
+    words = repr((hash_of(CODE), case, said(one), sorted(one.inputs.items()), switch_s, migration))
+    kept = KEPT / f"{hashlib.sha256(words.encode()).hexdigest()}.json"
+    if not kept.exists():
+        shown = dataclasses.asdict(_simulated(case, one, switch_s=switch_s, migration=migration))
+        KEPT.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(shown))
+        draft.replace(kept)
+    return Shown(**json.loads(kept.read_text()))
+
+
+def _simulated(case: Case, one: Candidate, *, switch_s: float | None, migration: int | None) -> Shown:
     """Simulate a layout; nodes change roles where a change takes `switch_s`, the trainer's own restart included."""
     config = _config_of(case, one, is_elastic=switch_s is not None)
     elastic = None if switch_s is None else elastic_of_plan(config, gpu=GPU, given=case.given, switch_s=switch_s, whole=NODE)
