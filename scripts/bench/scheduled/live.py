@@ -90,7 +90,7 @@ def _turns(ways: Sequence[str]) -> list[tuple[str, ...]]:
 
 def measure(*, quick: bool, budget_s: float) -> harness.Measured | None:
     """Make the runs that are missing; return the table once all are made."""
-    folder = FOLDER / ("quick" if quick else "full")
+    folder = FOLDER / ("quick" if quick else f"{STEPS}-steps")  # runs of another number are none of these pieces
     if quick:
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "figures").mkdir(parents=True, exist_ok=True)

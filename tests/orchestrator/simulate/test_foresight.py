@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -17,9 +18,12 @@ import pytest
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.summary import summary_of
 from orchestrator.simulate.world import Slowness
+from pipelinerl.planning.search import Candidate
 from scripts.bench.foreseen import blind, cases, published
 from scripts.bench.foreseen.probes import EVERY_S, Probes
 from scripts.bench.machine import MOST_OTHERS
+from scripts.bench.scheduled import layouts, roles
+from scripts.bench.scheduled.loads import LOADS
 from tests.orchestrator.simulate.worlds import BUSY, config
 from tests.processes import is_alive, wait_until
 
@@ -186,6 +190,30 @@ def test_probes_time_a_core_again_and_again_until_they_end():
         watched = [process.pid for process in probes._processes]
     assert 1e-4 < found[core] < 1.0
     assert not any(Path(f"/proc/{number}").exists() for number in watched)
+
+
+def test_a_trainer_is_slowed_by_less_than_its_probes():
+    slowness = cases.slowness_of({"engine": 0.006, "trainer": 0.01}, {"engine": 0.005, "trainer": 0.005})
+    assert slowness.engine == pytest.approx(1.2)
+    assert slowness.trainer == slowness.prm == pytest.approx(1.765, abs=1e-3), "2 to the power 0.82"
+
+
+def test_what_a_simulated_run_showed_is_kept_until_its_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = layouts.Case(num_gpus=48, groups=64, steps=2, load=LOADS["documents"])
+    one, made = layouts.of_nodes(case, 2, 4), list[int | None]()
+
+    def simulated(case: layouts.Case, one: Candidate, *, switch_s: float | None, migration: int | None) -> roles.Shown:
+        made.append(migration)
+        return roles.Shown(layout=layouts.said(one), speed=float(len(made)), figures={"hours": 0.5})
+
+    monkeypatch.setattr(roles, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(roles, "_simulated", simulated)
+    assert roles._shown(case, one) == roles._shown(case, one)
+    roles._shown(case, one, migration=0)
+    roles._shown(dataclasses.replace(case, groups=65), one)
+    assert made == [None, 0, None]
+    monkeypatch.setattr(roles, "hash_of", lambda places: "another")
+    assert roles._shown(case, one).speed == 4.0
 
 
 def test_probes_end_with_whoever_began_them_and_one_that_ended_is_named():
