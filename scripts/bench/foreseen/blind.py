@@ -149,7 +149,8 @@ def at_speed(figures: dict[str, list[list[float]]], slowness: Slowness) -> dict[
 def run(index: int) -> None:
     """Run a case live, and keep what it showed, or how it failed."""
     record = _record()
-    one: dict[str, Any] = {"case": index, "code": record["code"], "commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
+    one: dict[str, Any] = {"seed": record["seed"], "case": index, "code": record["code"]}
+    one |= {"commit": _git("rev-parse", "HEAD"), "began": time.strftime("%FT%T")}
     try:
         folder, one["others"] = cases.live(record["cases"][index])
         slowness = cases.slowness_of(cases.probed(folder), record["usual"])
@@ -163,7 +164,7 @@ def run(index: int) -> None:
 
 def _missing(number: int | None) -> list[int]:
     """Return the next cases to run, those with the fewest tries first: those that have too few that count, or the one with this number."""
-    tries = [one for one in _tries() if one["code"] == _record()["code"]]
+    tries = _tries_of(_record())
     done = [one["case"] for one in tries if "failed" in one or counts(one)]
     left = [index for index in range(NUM_CASES) if done.count(index) < NUM_TRIES and number in (None, index)]
     return sorted(left, key=lambda index: sum(one["case"] == index for one in tries))
@@ -200,7 +201,7 @@ def errors_by_seed() -> dict[int, tuple[list[dict[str, float]], list[dict[str, f
 
 def live_of(record: dict[str, Any], index: int) -> dict[str, float] | None:
     """Return the median of each figure of a case, over its tries that count; None where there are none."""
-    tries = [one["live"] for one in _tries() if one["code"] == record["code"] and one["case"] == index and counts(one)]
+    tries = [one["live"] for one in _tries_of(record, index) if counts(one)]
     return {name: statistics.median(one[name] for one in tries) for name in FIGURES} if tries else None
 
 
@@ -211,7 +212,7 @@ def _slowness(one: dict[str, Any]) -> list[float]:
 
 def _foretold_of(record: dict[str, Any], index: int) -> dict[str, float]:
     """Return the median of what was foretold of a case at the speed of each try that counts."""
-    tries = [one for one in _tries() if one["code"] == record["code"] and one["case"] == index and "foretold" in one and counts(one)]
+    tries = [one for one in _tries_of(record, index) if "foretold" in one and counts(one)]
     return {name: statistics.median(one["foretold"][name] for one in tries) for name in FIGURES} if tries else record["forecasts"][index]
 
 
@@ -231,7 +232,7 @@ def table() -> None:
 def _rows(record: dict[str, Any], index: int) -> Iterator[harness.Row]:
     case, forecasts = record["cases"][index], record["forecasts"]
     words = f"{index}: " + ", ".join(f"{name} {value}" for name, value in case.items())
-    tries = [one for one in _tries() if one["code"] == record["code"] and one["case"] == index]
+    tries = _tries_of(record, index)
     live = live_of(record, index)
     for name in FIGURES if forecasts else ():
         row: harness.Row = {"case": words, "figure": name, "committed": forecasts[index][name], "slowness": "", "foretold": ""}
@@ -276,6 +277,11 @@ def _record() -> dict[str, Any]:
 
 def _tries() -> list[dict[str, Any]]:
     return json.loads(TRIES.read_text()) if TRIES.exists() else []
+
+
+def _tries_of(record: dict[str, Any], index: int | None = None) -> list[dict[str, Any]]:
+    """Return the tries of a draw, or of one of its cases."""
+    return [one for one in _tries() if one["seed"] == record["seed"] and index in (None, one["case"])]
 
 
 def _git(*words: str) -> str:

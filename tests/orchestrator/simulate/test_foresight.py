@@ -42,18 +42,18 @@ def test_errors_are_relative_for_rates_and_absolute_for_fractions():
 
 
 def test_a_case_is_held_to_the_median_of_its_tries_that_count(monkeypatch: pytest.MonkeyPatch):
-    """Rates of 100, 200 and 150 beside one that others disturbed: 150, and 0.2 off the 120 that were foretold."""
+    """Rates of 100, 200 and 150 beside one that others disturbed and one of another draw: 150, and 0.2 off the 120 that were foretold."""
 
     def shown(rate: float, **more: float) -> dict[str, Any]:
-        return {"case": 0, "code": "a", "live": {"tokens_per_s": rate, **dict.fromkeys(blind.FIGURES[1:], 0.5)}, **more}
+        return {"seed": 9, "case": 0, "live": {"tokens_per_s": rate, **dict.fromkeys(blind.FIGURES[1:], 0.5)}, **more}
 
     record = {
         "seed": 9,
-        "code": "a",
         "cases": [{}, {}],
         "forecasts": [{"tokens_per_s": 120.0, **dict.fromkeys(blind.FIGURES[1:], 0.5)}] * 2,
     }
-    tries = [shown(100.0), shown(200.0), shown(900.0, others=0.9), shown(150.0), {"case": 1, "code": "a", "failed": "exit status 1"}]
+    tries = [shown(100.0), shown(200.0), shown(900.0, others=0.9), shown(150.0)]
+    tries += [shown(900.0) | {"seed": 8}, {"seed": 9, "case": 1, "failed": "exit status 1"}]
     monkeypatch.setattr(blind, "_tries", lambda: tries)
     monkeypatch.setattr(blind, "_records", lambda: [record])
     assert blind.live_of(record, 1) is None
@@ -72,13 +72,10 @@ def test_what_is_foretold_lies_between_the_speeds_that_were_simulated():
 def test_a_case_is_held_to_what_was_foretold_at_the_speeds_of_its_tries(monkeypatch: pytest.MonkeyPatch):
     def shown(rate: float, foretold: float, slow: float) -> dict[str, Any]:
         figures = [{"tokens_per_s": one, **dict.fromkeys(blind.FIGURES[1:], 0.5)} for one in (rate, foretold)]
-        return {"case": 0, "code": "a", "slowness": {"engine": slow, "trainer": 1.0}} | dict(
-            zip(("live", "foretold"), figures, strict=True)
-        )
+        return {"seed": 9, "case": 0, "slowness": {"engine": slow, "trainer": 1.0}} | dict(zip(("live", "foretold"), figures, strict=True))
 
     record = {
         "seed": 9,
-        "code": "a",
         "cases": [{}],
         "forecasts": [{"tokens_per_s": 120.0, **dict.fromkeys(blind.FIGURES[1:], 0.5)}],
     }
@@ -92,10 +89,10 @@ def test_a_case_is_held_to_what_was_foretold_at_the_speeds_of_its_tries(monkeypa
 
 def test_cases_are_run_in_rounds_until_each_has_three_tries_that_count(monkeypatch: pytest.MonkeyPatch):
     def tried(case: int, **more: Any) -> dict[str, Any]:
-        return {"case": case, "code": "a", "live": {}, **more}
+        return {"seed": 9, "case": case, "live": {}, **more}
 
-    tries: list[dict[str, Any]] = []
-    monkeypatch.setattr(blind, "_records", lambda: [{"code": "a"}])
+    tries: list[dict[str, Any]] = [tried(0) | {"seed": 8}]
+    monkeypatch.setattr(blind, "_records", lambda: [{"seed": 9}])
     monkeypatch.setattr(blind, "_tries", lambda: tries)
     assert blind._missing(None) == [*range(8)]
     tries += [tried(case) for case in range(4)]
