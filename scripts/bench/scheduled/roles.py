@@ -85,6 +85,7 @@ def measure(*, quick: bool, num_gpus: int = 48, load: str = "growth") -> harness
 
 def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
     first = elastic_layout(case)
+    is_large = case.num_gpus > 48  # a run takes a quarter of an hour: only those of the goals, and what `relieve` is worth by itself
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
 
         def begun(one: Candidate, **options: Any) -> Future[Shown]:
@@ -96,16 +97,16 @@ def _measure(found: harness.Measured, case: Case, *, quick: bool) -> None:
         runs = [begun(one) for one in layouts]
         ways = {"roles": {"migration": None}, "roles and relieve": {"migration": 0}}
         elastic = {f"{way}, from first lengths": begun(first, switch_s=SWITCH_S, **options) for way, options in ways.items()}
-        other_switches = () if quick or case.num_gpus > 48 else OTHER_SWITCHES_S
+        other_switches = () if quick or is_large else OTHER_SWITCHES_S
         others = {
             f"roles and relieve, from first lengths, {switch_s:g} s a change": begun(first, switch_s=switch_s, migration=0)
             for switch_s in other_switches
         }
-        turns = [] if quick else [begun(found_by_planner(case, is_colocated=True)[0])]
+        turns = [] if quick or is_large else [begun(found_by_planner(case, is_colocated=True)[0])]
         static = [run.result() for run in runs]
         best = max(range(len(static)), key=lambda number: static[number].speed)
         relieved = begun(layouts[best], migration=0)
-        if can_change(case, layouts[best]):
+        if can_change(case, layouts[best]) and not is_large:
             elastic |= {f"{way}, from best static": begun(layouts[best], switch_s=SWITCH_S, **options) for way, options in ways.items()}
 
         def add(way: str, run: Shown) -> float:
