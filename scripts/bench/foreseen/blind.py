@@ -6,7 +6,7 @@
     forecast   simulate every case at every speed of the two cores that is likely, and write the figures beside the hash of the code that
                made them
     run        the cases live, in rounds; every try is kept, also one that failed, or beside which others worked
-    table      forecast, live and error of every case, of every seed that was drawn, with all tries
+    table      forecast, live and error of every case, of every seed that was drawn, with all tries, and how far tries of a case are apart
 
 What keeps it honest: `draw` and `forecast` write down the hash of the simulator's code; `run` refuses where the forecasts are not committed
 as they stand, or the code has changed since. The cases are drawn after the last change of that code, because a draw names its hash, too.
@@ -24,6 +24,7 @@ idle processor had right before each, which made errors larger.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def act(stage: str, *, seed: int, number: int | None, budget_s: float) -> None:
                 run(missing[0])
         case _:
             pass
-    table()
+    table(_records() if stage == "table" else [_record()])
 
 
 def code_hash() -> str:
@@ -216,17 +217,40 @@ def _foretold_of(record: dict[str, Any], index: int) -> dict[str, float]:
     return {name: statistics.median(one["foretold"][name] for one in tries) for name in FIGURES} if tries else record["forecasts"][index]
 
 
-def table() -> None:
-    """Print every case of every seed, and every try of it."""
-    for record in _records():
+def repeated_errors(record: dict[str, Any]) -> list[float]:
+    """Return the errors of every try of a draw that counts, foretold by every other of its case, moved by as much as the forecasts for the
+    speeds of the two differ: how far a forecast would be off that knew all about one run, and nothing of the next.
+    """
+    found: list[float] = []
+    for index in range(len(record["cases"])):
+        tries = [one for one in _tries_of(record, index) if counts(one)]
+        for one, other in itertools.permutations(tries, 2):
+            moved = {name: other["foretold"][name] - one["foretold"][name] if "foretold" in one else 0.0 for name in FIGURES}
+            found += errors_of({name: one["live"][name] + moved[name] for name in FIGURES}, other["live"]).values()
+    return found
+
+
+def table(records: Sequence[dict[str, Any]]) -> None:
+    """Print every case of some draws, and every try of it."""
+    for record in records:
         found = harness.Measured(rows=[row for index in range(len(record["cases"])) for row in _rows(record, index)])
         harness.show(f"blind, seed {record['seed']}, code {record['code'][:12]}, commit {record['commit'][:9]}", found)
-    for seed, (last, committed) in errors_by_seed().items():
-        for words, errors in (("", last), *([(", without the machine's speed", committed)] if last != committed else [])):
-            flat = [error for each in errors for error in each.values()]
-            if flat:
-                told = f"median {statistics.median(flat):.3f} (goal {GOALS[0]}), largest {max(flat):.3f} (goal {GOALS[1]})"
-                print(f"seed {seed}, errors{words}: {told}, {sum(error <= GOALS[1] for error in flat)} of {len(flat)} within {GOALS[1]}")
+    by_seed = errors_by_seed()
+    for record in records:
+        if record["seed"] not in by_seed:
+            continue
+        last, committed = ([error for each in errors for error in each.values()] for errors in by_seed[record["seed"]])
+        _tell(record, "", last)
+        if last != committed:
+            _tell(record, ", without the machine's speed", committed)
+        if again := repeated_errors(record):
+            _tell(record, ", of one live try by another", again)
+
+
+def _tell(record: dict[str, Any], what: str, errors: Sequence[float]) -> None:
+    median, largest, num_within = statistics.median(errors), max(errors), sum(error <= GOALS[1] for error in errors)
+    told = f"median {median:.3f} (goal {GOALS[0]}), largest {largest:.3f} (goal {GOALS[1]})"
+    print(f"seed {record['seed']}, errors{what}: {told}, {num_within} of {len(errors)} within {GOALS[1]}")
 
 
 def _rows(record: dict[str, Any], index: int) -> Iterator[harness.Row]:

@@ -85,6 +85,8 @@ def test_a_case_is_held_to_what_was_foretold_at_the_speeds_of_its_tries(monkeypa
     (last,), (committed,) = blind.errors_by_seed()[9]
     assert last["tokens_per_s"] == pytest.approx(0.1), "99 for 90: medians of the three within the speeds that were foretold"
     assert committed["tokens_per_s"] == pytest.approx(120 / 90 - 1)
+    apart = [error for error in blind.repeated_errors(record) if error > 1e-9]
+    assert apart == pytest.approx([6 / 80, 1 / 90, 6 / 100, 5 / 90, 1 / 100, 5 / 80]), "100 and 26 less are 74, where 80 was"
 
 
 def test_cases_are_run_in_rounds_until_each_has_three_tries_that_count(monkeypatch: pytest.MonkeyPatch):
