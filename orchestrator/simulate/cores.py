@@ -54,11 +54,11 @@ class Cores:
 class Job:
     """One piece of work under way."""
 
-    __slots__ = ("_act", "_cores", "_done_s", "_event", "_seconds", "_since_s", "_speed", "kind")
+    __slots__ = ("_act", "_cores", "_done_s", "_event", "_since_s", "_speed", "kind", "seconds")
 
     def __init__(self, cores: Cores, kind: str, seconds: float, act: Act) -> None:
-        self.kind = kind
-        self._cores, self._act, self._seconds = cores, act, seconds
+        self.kind, self.seconds = kind, seconds
+        self._cores, self._act = cores, act
         self._speed = cores.speed(kind)
         self._done_s, self._since_s = 0.0, cores.events.now_s
         self._event: Event = cores.events.after(seconds / self._speed, self._end)
@@ -69,7 +69,7 @@ class Job:
 
     def resize(self, seconds: float) -> None:
         """Have it end after so many seconds of work in all."""
-        self._seconds = seconds
+        self.seconds = seconds
         self._move()
 
     def retime(self) -> None:
@@ -86,7 +86,7 @@ class Job:
         self._done_s, self._since_s = self.done_s(), self._cores.events.now_s
         self._speed = self._cores.speed(self.kind)
         self._event.cancel()
-        self._event = self._cores.events.after(max(0.0, self._seconds - self._done_s) / self._speed, self._end)
+        self._event = self._cores.events.after(max(0.0, self.seconds - self._done_s) / self._speed, self._end)
 
     def _end(self) -> None:
         self._cores.ended(self)

@@ -76,6 +76,8 @@ class RunRollouts:
     """Rows of each step."""
     trained: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     """Rollouts that each step trains."""
+    scored: list[float] = dataclasses.field(default_factory=list)
+    """Unix seconds at which scores were booked, in order."""
     waits_s: list[float]
     """From a completion until its score is booked."""
     group_size: int
@@ -195,8 +197,9 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
     ended: dict[str, float] = {}
     turns: dict[str, int] = {}
     replies: collections.Counter[int] = collections.Counter()
+    scored: list[float] = []
     waits_s: list[float] = []
-    counts = {"scored": 0, "failed": 0, "early_stop": 0}
+    counts = {"failed": 0, "early_stop": 0}
     for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
         if t - began_s + unix_s > until_s:
             continue
@@ -209,7 +212,7 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
                     lengths[name] = num_tokens
                     (truncated.add if reason == "length" else truncated.discard)(name)
             case "scored":
-                counts["scored"] += 1
+                scored.append(t - began_s + unix_s)
                 counts["failed"] += reward is None and not reason.startswith("stopped")
                 if reward is not None:
                     rewards[name] = reward
@@ -233,9 +236,10 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
         resumed=resumed,
         rows=rows,
         trained=trained,
+        scored=scored,
         waits_s=waits_s,
         group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
-        num_scored=counts["scored"],
+        num_scored=len(scored),
         num_failed=counts["failed"],
         num_hopeless=counts["early_stop"],
         turns={name: turns.get(name, 1) for name in lengths} if turns else {},

@@ -256,7 +256,7 @@ class _Run:
         self.generation.full = self.scoring.full
         self.generation.on_finished = self.scoring.take
         self.generation.on_step = self.scoring.step
-        self.scoring.on_scored, self.scoring.group_cut = self.batching.take, self.generation.group_cut
+        self.scoring.on_scored, self.scoring.group_cut = self.trainer.beside(self.batching.take), self.generation.group_cut
         self.scoring.on_room = self.generation.credit
         self.batching.on_taken = self.scoring.taken
         self.batching.on_verdict = self._verdict

@@ -2,12 +2,14 @@
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
                    = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + sum of s x part of the time in which another worked)
-    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
-                   (1 + sum of u x part of the trainer's time in which another worked)
+    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient)
+                   + e scores booked meanwhile) (1 + sum of u x part of the trainer's time in which another worked)
     process reward model    seconds between two reports with batches
                    = (b batches + g steps + h tokens) (1 + sum of w x part of them in which another worked)
 
 Others are the trainer, engines and process reward models, each with an s, a u and a w of its own.
+
+The trainer's errors are relative: what makes a step longer makes a long one so many times as long.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
 none below 0. s, u and w are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass
@@ -44,12 +46,17 @@ _FORWARD_PARTS = np.linspace(0.25, 1.0, 16)
 _SLOWDOWNS = np.arange(0.0, 3.01, 0.05)
 _MOST_ROWS = 8192
 """Reports of engines, or of process reward models, to which one fit holds itself: more tell hardly more, and take minutes."""
+_LEAST_USED = 0.05
+"""Part of a KV cache that must be used to tell how much it holds."""
 _LEAST_SPREAD = 0.02
 """Standard deviation that the number of others at work must have to tell what they slow down."""
 
 
 def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, dict[str, float]]:
-    """Return an engine, and how much longer a pass lasts beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
+    """Return an engine, and how much longer a pass lasts beside one of each other part, as `World.slowdowns`.
+
+    Its KV cache is that of the first run whose reports tell: how much one holds hangs on a run's settings. Raises `DataError`.
+    """
     most = max(1, _MOST_ROWS // max(1, sum(len(run.journal.loads) for run in runs)))
     table = np.array([row for run in runs for row in _reports(run, most=most)])
     if len(table) < 3:
@@ -60,21 +67,32 @@ def engine_of_runs(runs: Sequence[RecordedRun]) -> tuple[EngineWorld, dict[str, 
     parts = np.column_stack([reached * num_passes[:, None], num_prompt_tokens, context])
     _, coefficients, slowdowns = _fit(busy_s, parts, np.column_stack(beside))
     *rises, prompt_s, context_s = coefficients.tolist()
-    kv = [
-        load["num_running"] * written / load["kv_used"]
-        for run in runs
-        for written in [run.given_tokens()[0] + statistics.fmean(run.rollouts.lengths.values()) / 2]
-        for loads in run.journal.loads.values()
-        for load in loads
-        if (load.get("kv_used") or 0) > 0.05 and load["num_running"]
-    ]
     world = EngineWorld(
         pass_s=tuple(zip(points, itertools.accumulate(rises), strict=True)),
         prefill_token_s=prompt_s,
         kv_token_s=context_s,
-        kv_tokens=statistics.median(kv) if kv else float("inf"),
+        kv_tokens=next((room for run in runs if (room := _room(run)) is not None), math.inf),
     )
     return world, dict(zip(("engine/trainer", "engine/engine", "engine/prm"), slowdowns, strict=True))
+
+
+def _room(run: RecordedRun) -> float | None:
+    """Return the tokens that an engine's KV cache holds, by what its sequences hold in a pass and the part of the cache that it says is
+    used; None where no report tells. Siblings hold the whole blocks of their prompt once.
+    """
+    block_tokens = run.journal.block_tokens
+    shared_tokens = run.given_tokens()[0] // block_tokens * block_tokens
+    rooms: list[float] = []
+    for engine_id, loads in run.journal.loads.items():
+        groups = [group for _, group in run.rollouts.issued.get(engine_id, [])]
+        again = 1 - len(set(groups)) / len(groups) if groups else 0.0  # part of the sequences whose prompt a sibling has brought
+        for before, after in itertools.pairwise(loads):
+            num_passes, num_tokens, context = (
+                after.get(name, 0) - before.get(name, 0) for name in ("num_steps", "num_tokens", "num_context_tokens")
+            )
+            if num_passes >= 3 and context and (used := after["kv_used"] or 0.0) > _LEAST_USED:
+                rooms.append((context - again * num_tokens * shared_tokens) / num_passes / used)
+    return statistics.median(rooms) if rooms else None
 
 
 def _points(num_sequences: Numbers) -> list[float]:
@@ -164,38 +182,40 @@ def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str
     table = np.array([row for run in runs for row in _steps(run)])
     if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    seconds, num_rows, num_computed, squares, without, rest_s, *others = table.T
+    seconds, num_rows, num_computed, squares, without, num_scored, rest_s, *others = table.T
     beside = np.column_stack(others)
     fits: dict[float, tuple[float, Numbers, tuple[float, ...]]] = {}
     for part in _FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0]:
         computed = 1 - (1 - part) * without
-        fits[part] = _fit(seconds, np.column_stack([num_rows, num_computed * computed, squares * computed]), beside)
+        parts = np.column_stack([num_rows, num_computed * computed, squares * computed, num_scored])
+        fits[part] = _fit(np.ones(len(seconds)), parts / seconds[:, None], beside)
     forward_part = min(fits, key=lambda part: fits[part][0])
-    _, (row_s, token_s, square_s), slowdowns = fits[forward_part]
+    _, (row_s, token_s, square_s, rollout_s), slowdowns = fits[forward_part]
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
         row_s=float(row_s),
         token_s=float(token_s),
         square_s=float(square_s),
         forward_part=forward_part,
+        rollout_s=float(rollout_s),
         step_s=max(0.0, float(rest_s.mean())) / (1 + float(beside.mean(0) @ slowdowns)),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, dict(zip(("trainer/engine", "trainer/prm"), slowdowns, strict=True))
 
 
-def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float]]:
+def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float, float]]:
     """Yield what each step but the first took.
 
-    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, seconds of the rest, and how
-    many engines and process reward models worked beside the trainer).
+    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, scores that were booked while
+    the trainer worked, seconds of the rest, and how many engines and process reward models worked beside the trainer).
     """
     prompt_tokens, reply_tokens = run.given_tokens()
     prm_work = Stretches(itertools.chain.from_iterable(run.journal.prm_work.values()))
     work, others = Stretches(run.journal.work), [*map(Stretches, run.journal.passes.values()), prm_work]
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
-        if seconds is None or after["t"] <= before["t"]:
+        if not seconds or after["t"] <= before["t"]:
             continue
         own = work.within(before["t"], after["t"])
         *engines, prm = [_overlap(one, own) if own else 0.0 for one in others]
@@ -204,8 +224,10 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
         num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
         num_computed = _num_computed(after, rollouts, reply_tokens)
         squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
+        scored = np.searchsorted(rollouts.scored, own).ravel()  # before each beginning and end
+        num_scored = float((scored[1::2] - scored[::2]).sum())
         rest_s, slowness = after["t"] - before["t"] - apart, run.slowness.trainer
-        yield seconds / slowness, num_rows, num_computed, squares, without, rest_s / slowness, sum(engines), prm
+        yield seconds / slowness, num_rows, num_computed, squares, without, num_scored, rest_s / slowness, sum(engines), prm
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:

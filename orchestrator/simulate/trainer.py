@@ -2,8 +2,8 @@
 
 The seconds of a row are `row_s + token_s * tokens + square_s * sum of squared sample lengths`, where a prompt that siblings of the row
 share counts once, as does its square. Tokens of samples without a gradient take `forward_part` of that, where a row has enough of them for
-the live trainer to split it. A wave lasts as long as its costliest row. A policy is published beside the next step's rows, and
-is waited for before the weights change again (`trainer.loop`).
+the live trainer to split it. A wave lasts as long as its costliest row, and `rollout_s` longer for each score that is booked meanwhile. A
+policy is published beside the next step's rows, and is waited for before the weights change again (`trainer.loop`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.simulate.events import Event
 from orchestrator.simulate.rollouts import SimulatedTrajectory
 from orchestrator.simulate.world import SyncWorld, TrainerWorld
 from pipelinerl.algorithms.signal import MIN_FRACTION
-from pipelinerl.messages import Sample
+from pipelinerl.messages import Sample, ScoredTrajectory
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -127,6 +127,16 @@ class Trainer:
         world, shared = self._world, _shared_prompts(samples)
         squares = sum(sample.num_tokens**2 for sample in samples) - sum(num**2 for num in shared) if world.square_s else 0
         return world.token_s * (sum(sample.num_tokens for sample in samples) - sum(shared)) + world.square_s * squares
+
+    def beside(self, act: Callable[[ScoredTrajectory], None]) -> Callable[[ScoredTrajectory], None]:
+        """Return what books a score, and takes `rollout_s` from the trainer's work."""
+
+        def booked(scored: ScoredTrajectory) -> None:
+            if self._job is not None:
+                self._job.resize(self._job.seconds + self._world.rollout_s)
+            act(scored)
+
+        return booked if self._world.rollout_s else act
 
     def close(self, step: int) -> None:
         """Note that a step has all its rows."""

@@ -37,9 +37,10 @@ FOLDER = ROOT / "runs" / "foresight"
 STEPS, LEARNED_STEPS, LEARNED_ROUNDS = 24, 16, 2
 HIDDEN_SIZE, NUM_LAYERS = 256, 6
 MOST_TRIES = 3
-TRAINER_POWER = 0.82
-"""Of what its probes take more, by which the trainer does: over 26 pairs of runs of one setting a token's seconds were 7.6 % apart, divided
-by the probes 2.4 %, and by this power of them 1.8 %. Of engines the best power is 0.92, and no better than 1."""
+TRAINER_POWER = 0.65
+"""Of what its probes take more, by which the trainer does: between the powers that left runs of one setting nearest to each other, 0.82 for
+26 pairs (7.6 % apart, 1.8 % by it) and 0.54 for 50 runs of 21 settings of another day (3.3 %, 1.35 %; 1.5 % by this one). Of engines the
+best powers are 0.92 and 0.91, and hardly better than 1."""
 LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "long": ({"max_tokens": 64}, ()),
     "sync": ({"max_tokens": 40}, ("pipeline.mode=sync",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from orchestrator.simulate.calibrated import _admit_s, _rewards, world_of_runs
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_journal, read_ledger, read_run
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
-from orchestrator.simulate.speeds import _num_computed, _points, _reports, _squares, _steps, trainer_of_runs
+from orchestrator.simulate.speeds import _num_computed, _points, _reports, _room, _squares, _steps, trainer_of_runs
 from orchestrator.simulate.world import Slowness, World, slowed
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
@@ -30,14 +31,20 @@ SLOWER_BATCHES = {"prm/trainer": 0.5, "prm/engine": 0.4}
 
 
 def write_run(
-    folder: Path, *, sequences: tuple[int, int] = (2, 30), recomputed: int = 0, bend: int = 1000, beside_prm: tuple[float, float] = (0, 0)
+    folder: Path,
+    *,
+    sequences: tuple[int, int] = (2, 30),
+    recomputed: int = 0,
+    bend: int = 1000,
+    beside_prm: tuple[float, float] = (0, 0),
+    room: float | None = None,
 ) -> None:
     """One engine and a trainer that works every other second: then a pass takes 1.5 times as long.
 
     With `beside_prm`, a process reward model works in two of three seconds: a pass, and the trainer, last longer by that part beside it.
 
     The engine has between `sequences[0]` and `sequences[1]` - 1 of them, and computes so many tokens anew at each swap. Sequences beyond
-    `bend` take a quarter of what the others add to a pass.
+    `bend` take a quarter of what the others add to a pass. It says which part of a KV cache of `room` tokens it uses, or nothing.
     """
     now = [1000.0]
     chance = np.random.default_rng(0)
@@ -60,7 +67,7 @@ def write_run(
         passes, tokens, context, busy_s = passes + done, tokens + done * num, context + done * read, busy_s + spent_s
         idle_s = second + 1 - busy_s
         counts = {"num_tokens": tokens, "num_steps": passes, "num_context_tokens": context}
-        engine.write("load", engine_id=0, num_running=num, **counts, busy_s=busy_s, idle_s=idle_s, kv_used=None)
+        engine.write("load", engine_id=0, num_running=num, **counts, busy_s=busy_s, idle_s=idle_s, kv_used=room and read / room)
         engine.span("engine-0", "forward", start=now[0] - 1.0, end=now[0] - 0.2)
         if is_working:
             trainer.span("trainer-0", "forward_backward", start=now[0] - 1.0, end=now[0] - 0.2)
@@ -227,6 +234,8 @@ def test_a_run_on_slower_devices_tells_what_work_takes_usually_and_a_slowed_worl
     for (_, seconds), (_, halved), (_, doubled) in zip(as_it_was.engine.pass_s, usual.engine.pass_s, again.engine.pass_s, strict=True):
         assert (halved, doubled) == (pytest.approx(seconds / 2), pytest.approx(seconds))
     assert usual.slowdowns == as_it_was.slowdowns
+    busy = dataclasses.replace(usual, trainer=dataclasses.replace(usual.trainer, rollout_s=0.01))
+    assert slowed(busy, slowness).trainer.rollout_s == pytest.approx(0.0125)
 
 
 def test_a_few_reports_of_batches_tell_what_a_token_takes_and_no_more(tmp_path: Path):
@@ -280,6 +289,33 @@ def test_runs_together_tell_what_each_alone_cannot(tmp_path: Path):
     together = world_of_runs(config(), folders).engine.pass_s
     assert [interpolate(together, num) for num in (4, 24)] == pytest.approx([PASS_S + num * SEQUENCE_S for num in (4, 24)], rel=0.05)
     assert all(abs(interpolate(pass_s, 14) / (PASS_S + 14 * SEQUENCE_S) - 1) > 0.1 for pass_s in alone)
+
+
+def test_the_first_run_that_tells_says_what_a_kv_cache_holds(tmp_path: Path):
+    """Runs of other settings may have another one, so their mean is that of none."""
+    for name, room in (("silent", None), ("wide", 50_000.0), ("narrow", 30_000.0)):
+        write_run(tmp_path / name, room=room)
+    assert room_of(tmp_path / "silent", tmp_path / "wide", tmp_path / "narrow") == pytest.approx(50_000)
+    assert room_of(tmp_path / "narrow", tmp_path / "wide") == pytest.approx(30_000)
+    assert room_of(tmp_path / "silent") == math.inf
+
+
+def room_of(*folders: Path) -> float:
+    return world_of_runs(config(), folders).engine.kv_tokens
+
+
+def test_siblings_hold_the_whole_blocks_of_their_prompt_once():
+    """Eight sequences of two groups, prompts of 20 tokens and blocks of 16: six have 16 less than the 40 that they read in a pass."""
+    loads = [
+        {"t": t, "num_steps": 10 * t, "num_tokens": 80 * t, "num_context_tokens": 3200 * t, "num_running": 8, "kv_used": 0.5}
+        for t in (0, 1)
+    ]
+    told = rollouts_of({f"0:{group}/{sibling}": 0.0 for group in range(2) for sibling in range(4)}, set())
+    told.issued[0] = [(0.0, f"0:{group}") for group in range(2) for _ in range(4)]
+    steps = [{"step": step, "num_samples": 8, "num_tokens": 200, "num_trained_tokens": 40} for step in range(2)]
+    assert _room(RecordedRun(Path(), RunJournal(loads={0: loads}, steps=steps, block_tokens=16), told)) == pytest.approx(
+        (8 * 40 - 6 * 16) / 0.5
+    )
 
 
 def test_the_first_of_several_runs_tells_what_rollouts_are_like(learned: World, tmp_path: Path):
@@ -375,6 +411,41 @@ def test_long_samples_take_more_for_each_of_their_tokens():
     trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps), rollouts)])
     assert (trainer.token_s, trainer.square_s) == pytest.approx((1e-5, 1e-8), rel=1e-3)
     assert trainer.forward_part == 1.0, "nothing told of tokens without a gradient"
+
+
+def test_short_and_long_steps_count_alike():
+    """Steps of a row of 100 tokens that take 1.1 ms a token, and of 100 such rows that take 0.9: errors of x / 1.1 and x / 0.9 less 1 are
+    least together for (1 / 1.1 + 1 / 0.9) / (1 / 1.1^2 + 1 / 0.9^2).
+    """
+    steps, rows = [one_step(step=0, t=0.0)], dict[int, int]()
+    for step in range(1, 11):
+        rows[step], token_s = (100, 0.9e-3) if step % 2 else (1, 1.1e-3)
+        counts = {"num_samples": rows[step], "num_trained_tokens": 93 * rows[step], "num_tokens": 100 * rows[step]}
+        seconds = {"forward_backward_s": 100 * rows[step] * token_s, "wait_s": 0.0}
+        steps.append({"step": step, "t": 100.0 * step, **counts, "trainer": seconds})
+    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "lengths": {}}
+    rollouts = RunRollouts(**empty, rows=rows, group_size=1, num_scored=0, num_failed=0, num_hopeless=0)
+    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps), rollouts)])
+    expected = 1e-3 * (1 / 1.1 + 1 / 0.9) / (1 / 1.1**2 + 1 / 0.9**2)
+    assert trainer.row_s / 100 + trainer.token_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_scores_that_are_booked_while_the_trainer_works_are_told_from_its_tokens():
+    """Steps that end each second have worked for half of it, one row and a sample of 7 + 5 tokens each: 0.2 s, and 1 ms for each of 0 to 99
+    scores that come meanwhile. As many come while it waits, and take nothing.
+    """
+    steps, scored, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
+    for step in range(1, 20):
+        num = 37 * step % 100
+        work.append((step - 0.5, float(step)))
+        scored += [step - 0.9] * num + [step - 0.1] * num
+        counts = {"num_samples": 1, "num_trained_tokens": 5, "num_tokens": 12}
+        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": 0.2 + 1e-3 * num, "wait_s": 0.5}})
+    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "lengths": {}}
+    rollouts = RunRollouts(**empty, scored=scored, group_size=1, num_scored=len(scored), num_failed=0, num_hopeless=0)
+    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps, work=work), rollouts)])
+    assert trainer.rollout_s == pytest.approx(1e-3, rel=1e-3)
+    assert trainer.row_s + 12 * trainer.token_s == pytest.approx(0.2, rel=1e-3)
 
 
 def test_an_environments_replies_are_told_from_prompts():

@@ -13,15 +13,18 @@ from pipelinerl.messages import Sample
 from tests.orchestrator.simulate.test_parts import workload
 
 
-def sample(group_id: int, sibling: int, *, num_sampled: int, num_observed: int = 0, has_gradient: bool = True) -> Sample:
+def rollout(group_id: int, sibling: int, *, num_sampled: int, num_observed: int = 0) -> Rollout:
     """A prompt of 9 tokens, so many that were sampled, and so many that an environment said."""
-    name = f"{group_id}/{sibling}"
-    draws = workload().group(group_id)
-    rollout = Rollout(
-        group_id=group_id, sibling=sibling, name=name, prompt_id="0:0", draws=draws, is_greedy=False, admitted_s=0.0, version=0
-    )
-    rollout.runs, rollout.num_sampled, rollout.num_observed = [(0, num_sampled)], num_sampled, num_observed
-    return Sample(trajectory=rollout.trajectory(), reward=0.0, advantages=column(float(has_gradient), 9 + num_observed + num_sampled))
+    name, draws = f"{group_id}/{sibling}", workload().group(group_id)
+    made = Rollout(group_id=group_id, sibling=sibling, name=name, prompt_id="0:0", draws=draws, is_greedy=False, admitted_s=0.0, version=0)
+    made.runs, made.num_sampled, made.num_observed = [(0, num_sampled)], num_sampled, num_observed
+    return made
+
+
+def sample(group_id: int, sibling: int, *, num_sampled: int, num_observed: int = 0, has_gradient: bool = True) -> Sample:
+    """What is trained of such a rollout."""
+    trajectory = rollout(group_id, sibling, num_sampled=num_sampled, num_observed=num_observed).trajectory()
+    return Sample(trajectory=trajectory, reward=0.0, advantages=column(float(has_gradient), 9 + num_observed + num_sampled))
 
 
 @pytest.mark.parametrize(("world", "expected_s"), [(TrainerWorld(token_s=1.0), 42.0), (TrainerWorld(token_s=0.0, square_s=1.0), 848.0)])
@@ -53,6 +56,22 @@ def test_what_has_no_gradient_takes_a_forward_pass_where_there_is_enough_of_it(n
     assert metrics["num_tokens_without_gradient"] == without
 
 
+def test_a_score_that_is_booked_holds_up_the_trainer_while_it_works():
+    """A row of 9 + 3 tokens takes 12 s; scores come at 2 s and 11 s, 2 s each, and at 20 s, while it waits for more."""
+    events = Events()
+    trainer = trainer_of(TrainerWorld(token_s=1.0, rollout_s=2.0), events)
+    booked: list[float] = []
+    book = trainer.beside(lambda scored: booked.append(events.now_s))
+    spans: list[tuple[str, float, float]] = []
+    trainer.on_span = lambda *span: spans.append(span)
+    for t in (2.0, 11.0, 20.0):
+        events.at(t, lambda: book(rollout(0, 1, num_sampled=3).scored(failed_fraction=0.0)))
+    trainer.add(0, [sample(0, 0, num_sampled=3)])
+    events.run(until=lambda: len(booked) == 3, limit_s=1e6)
+    assert spans == [("forward_backward", 0.0, 16.0)]
+    assert booked == [2.0, 11.0, 20.0]
+
+
 def seconds_of(row: list[Sample], world: TrainerWorld) -> float:
     """Return the seconds that a step of one row takes."""
     return metrics_of(row, world)["forward_backward_s"]
@@ -61,10 +80,15 @@ def seconds_of(row: list[Sample], world: TrainerWorld) -> float:
 def metrics_of(row: list[Sample], world: TrainerWorld) -> dict[str, float]:
     """Return the metrics of a step of one row."""
     events = Events()
-    trainer = Trainer(world, SyncWorld(), cores=Cores(events), num_replicas=1, num_steps=1, holds_batches=False, checkpoint_every=9)
+    trainer = trainer_of(world, events)
     done: list[dict[str, float]] = []
     trainer.on_done = lambda step, metrics: done.append(metrics)
     trainer.add(0, row)
     trainer.close(0)
     events.run(until=lambda: bool(done), limit_s=1e6)
     return done[0]
+
+
+def trainer_of(world: TrainerWorld, events: Events) -> Trainer:
+    """Return a trainer of one replica and one step."""
+    return Trainer(world, SyncWorld(), cores=Cores(events), num_replicas=1, num_steps=1, holds_batches=False, checkpoint_every=9)
