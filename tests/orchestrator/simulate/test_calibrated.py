@@ -310,8 +310,8 @@ def test_siblings_hold_the_whole_blocks_of_their_prompt_once():
         {"t": t, "num_steps": 10 * t, "num_tokens": 80 * t, "num_context_tokens": 3200 * t, "num_running": 8, "kv_used": 0.5}
         for t in (0, 1)
     ]
-    told = rollouts_of({f"0:{group}/{sibling}": 0.0 for group in range(2) for sibling in range(4)}, set())
-    told.issued[0] = [(0.0, f"0:{group}") for group in range(2) for _ in range(4)]
+    told = rollouts_of({f"{group}/{sibling}": 0.0 for group in range(2) for sibling in range(4)}, set())
+    told.issued[0] = [(0.0, group) for group in range(2) for _ in range(4)]
     steps = [{"step": step, "num_samples": 8, "num_tokens": 200, "num_trained_tokens": 40} for step in range(2)]
     assert _room(RecordedRun(Path(), RunJournal(loads={0: loads}, steps=steps, block_tokens=16), told)) == pytest.approx(
         (8 * 40 - 6 * 16) / 0.5
