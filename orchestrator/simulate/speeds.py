@@ -2,14 +2,15 @@
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
                    = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + sum of s x part of the time in which another worked)
-    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient)
-                   + e scores booked meanwhile) (1 + sum of u x part of the trainer's time in which another worked)
+    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
+                   (1 + e scores booked in a second of it + sum of u x part of the trainer's time in which another worked)
     process reward model    seconds between two reports with batches
                    = (b batches + g steps + h tokens) (1 + sum of w x part of them in which another worked)
 
 Others are the trainer, engines and process reward models, each with an s, a u and a w of its own.
 
-The trainer's errors are relative: what makes a step longer makes a long one so many times as long.
+Scores are counted by the second, since a step that lasts longer for whatever reason has more of them. The trainer's errors are relative:
+what makes a step longer makes a long one so many times as long.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
 none below 0. s, u and w are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass
@@ -182,23 +183,23 @@ def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str
     table = np.array([row for run in runs for row in _steps(run)])
     if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    seconds, num_rows, num_computed, squares, without, num_scored, rest_s, *others = table.T
+    seconds, num_rows, num_computed, squares, without, rest_s, *others = table.T
     beside = np.column_stack(others)
     fits: dict[float, tuple[float, Numbers, tuple[float, ...]]] = {}
     for part in _FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0]:
         computed = 1 - (1 - part) * without
-        parts = np.column_stack([num_rows, num_computed * computed, squares * computed, num_scored])
+        parts = np.column_stack([num_rows, num_computed * computed, squares * computed])
         fits[part] = _fit(np.ones(len(seconds)), parts / seconds[:, None], beside)
     forward_part = min(fits, key=lambda part: fits[part][0])
-    _, (row_s, token_s, square_s, rollout_s), slowdowns = fits[forward_part]
+    _, (row_s, token_s, square_s), (*slowdowns, score_ms) = fits[forward_part]
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
         row_s=float(row_s),
         token_s=float(token_s),
         square_s=float(square_s),
         forward_part=forward_part,
-        rollout_s=float(rollout_s),
-        step_s=max(0.0, float(rest_s.mean())) / (1 + float(beside.mean(0) @ slowdowns)),
+        rollout_s=1e-3 * score_ms / (1 + score_ms * float(beside[:, -1].mean())),  # of the time with them, as `Trainer.beside` adds it
+        step_s=max(0.0, float(rest_s.mean())) / (1 + float(beside.mean(0) @ (*slowdowns, score_ms))),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, dict(zip(("trainer/engine", "trainer/prm"), slowdowns, strict=True))
@@ -207,8 +208,8 @@ def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str
 def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float, float]]:
     """Yield what each step but the first took.
 
-    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, scores that were booked while
-    the trainer worked, seconds of the rest, and how many engines and process reward models worked beside the trainer).
+    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, seconds of the rest, how many
+    engines and process reward models worked beside the trainer, and scores that were booked in a millisecond of its work).
     """
     prompt_tokens, reply_tokens = run.given_tokens()
     prm_work = Stretches(itertools.chain.from_iterable(run.journal.prm_work.values()))
@@ -225,9 +226,9 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
         num_computed = _num_computed(after, rollouts, reply_tokens)
         squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
         scored = np.searchsorted(rollouts.scored, own).ravel()  # before each beginning and end
-        num_scored = float((scored[1::2] - scored[::2]).sum())
+        scores = float((scored[1::2] - scored[::2]).sum()) / (1e3 * sum(end - start for start, end in own)) if own else 0.0
         rest_s, slowness = after["t"] - before["t"] - apart, run.slowness.trainer
-        yield seconds / slowness, num_rows, num_computed, squares, without, num_scored, rest_s / slowness, sum(engines), prm
+        yield seconds / slowness, num_rows, num_computed, squares, without, rest_s / slowness, sum(engines), prm, scores
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
