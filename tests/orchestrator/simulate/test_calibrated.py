@@ -450,14 +450,14 @@ def test_scores_that_are_booked_while_the_trainer_works_are_told_from_its_tokens
 
 
 def test_a_longer_step_is_not_blamed_on_the_scores_that_it_has_more_of():
-    """Steps of 0.1 to 0.3 s for no reason, and 100 scores in each second."""
+    """Steps of 0.1 to 0.3 s for no reason, and 1,000 scores in each second."""
     steps, scored, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
     for step in range(1, 20):
-        num = 10 + 17 * step % 21
-        work.append((step - num / 100, float(step)))
-        scored += np.linspace(step - num / 100, step, num, endpoint=False).tolist()
+        num = 100 + 170 * step % 210
+        work.append((step - num / 1000, float(step)))
+        scored += np.linspace(step - num / 1000, step, num, endpoint=False).tolist()
         counts = {"num_samples": 1, "num_trained_tokens": 5, "num_tokens": 12}
-        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": num / 100, "wait_s": 1 - num / 100}})
+        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": num / 1000, "wait_s": 1 - num / 1000}})
     empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "lengths": {}}
     rollouts = RunRollouts(**empty, scored=scored, group_size=1, num_scored=len(scored), num_failed=0, num_hopeless=0)
     trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps, work=work), rollouts)])
