@@ -1,8 +1,8 @@
 """Live runs on this machine that were foretold: drawn by seed, forecast, committed, and only then run.
 
     draw       eight cases over engines, staleness, group sizes, long-tailed lengths, slow rewards, a PRM and an environment
-    calibrate  runs of other settings for each number of engines that was drawn: what forecasts learn from (`cases`); those of an earlier
-               draw are forgotten, since the machine's speed changes within an hour
+    calibrate  runs of other settings for each number of engines that was drawn: what forecasts learn from (`cases`); those that are
+               older than three hours are forgotten
     forecast   simulate every case at every speed of the two cores that is likely, and write the figures beside the hash of the code that
                made them
     run        the cases live, in rounds; every try is kept, also one that failed, or beside which others worked

@@ -37,6 +37,8 @@ FOLDER = ROOT / "runs" / "foresight"
 STEPS, LEARNED_STEPS, LEARNED_ROUNDS = 24, 16, 2
 HIDDEN_SIZE, NUM_LAYERS = 256, 6
 MOST_TRIES = 3
+KEPT_S = 3 * 3600.0
+"""Seconds for which the next draw's forecasts learn from the same runs: probes beside them tell how fast the machine was."""
 TRAINER_POWER = 0.65
 """Of what its probes take more, by which the trainer does: between the powers that left runs of one setting nearest to each other, 0.82 for
 26 pairs (7.6 % apart, 1.8 % by it) and 0.54 for 50 runs of 21 settings of another day (3.3 %, 1.35 %; 1.5 % by this one). Of engines the
@@ -113,9 +115,10 @@ def learned_from(case: dict[str, Any]) -> list[Path]:
 
 
 def forget_learned() -> None:
-    """Remove the runs that forecasts learn from."""
+    """Remove the runs that forecasts learn from, but those of the last hours."""
     for folder in FOLDER.glob("like-*"):
-        shutil.rmtree(folder)
+        if time.time() - (folder / PROBED).stat().st_mtime > KEPT_S:
+            shutil.rmtree(folder)
 
 
 def calibrate(drawn: Sequence[dict[str, Any]], *, until_s: float) -> None:

@@ -191,6 +191,16 @@ def test_probes_time_a_core_again_and_again_until_they_end():
     assert not any(Path(f"/proc/{number}").exists() for number in watched)
 
 
+def test_a_draw_keeps_the_runs_of_the_last_hours_to_learn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cases, "FOLDER", tmp_path)
+    for name, age_s in (("like-2-long-0", 60.0), ("like-2-long-1", cases.KEPT_S + 60.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / cases.PROBED).write_text("{}")
+        os.utime(tmp_path / name / cases.PROBED, (time.time() - age_s,) * 2)
+    cases.forget_learned()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["like-2-long-0"]
+
+
 def test_a_trainer_is_slowed_by_less_than_its_probes():
     slowness = cases.slowness_of({"engine": 0.006, "trainer": 0.01}, {"engine": 0.005, "trainer": 0.005})
     assert slowness.engine == pytest.approx(1.2)
