@@ -13,8 +13,8 @@ Scores are counted by the second, since a step that lasts longer for whatever re
 what makes a step longer makes a long one so many times as long.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
-none below 0. s, u, w, and e in milliseconds, are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass
-that is computed twice and a backward pass of twice its operations, to 1.
+none below 0. s, u, w, and e in milliseconds, are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass
+beside a forward pass that is computed twice and a backward pass of twice its operations, to 1.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
 coefficients are fitted to all runs together.
