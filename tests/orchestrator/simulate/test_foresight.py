@@ -196,7 +196,8 @@ def test_a_draw_keeps_the_runs_of_the_last_hours_to_learn_from(tmp_path: Path, m
     for name, age_s in (("like-2-long-0", 60.0), ("like-2-long-1", cases.KEPT_S + 60.0)):
         (tmp_path / name).mkdir()
         (tmp_path / name / cases.PROBED).write_text("{}")
-        os.utime(tmp_path / name / cases.PROBED, (time.time() - age_s,) * 2)
+        written_s = time.time() - age_s
+        os.utime(tmp_path / name / cases.PROBED, (written_s, written_s))
     cases.forget_learned()
     assert [folder.name for folder in tmp_path.iterdir()] == ["like-2-long-0"]
 
