@@ -7,10 +7,13 @@
     process reward model    seconds between two reports with batches
                    = (b batches + g steps + h tokens) (1 + sum of w x part of them in which another worked)
 
-Others are the trainer, engines and process reward models, each with an s, a u and a w of its own.
+Others are the trainer, engines and process reward models, each with an s, a u and a w of its own. Where several of them are of one kind,
+which is not that of what they work beside, they count once (`cores`).
 
 Scores are counted by the second, since a step that lasts longer for whatever reason has more of them. The trainer's errors are relative:
-what makes a step longer makes a long one so many times as long.
+what makes a step longer makes a long one so many times as long. Each run's trainer has a speed of its own, all of them 1 in the geometric
+mean: between two runs the machine may differ by more than what is beside the trainer changes, and within one, steps with and without it
+tell that. One speed for all foretold two engines' lead over the trainer a quarter too low.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
 none below 0. s, u, w, and e in milliseconds, are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass
@@ -49,6 +52,8 @@ _MOST_ROWS = 8192
 """Reports of engines, or of process reward models, to which one fit holds itself: more tell hardly more, and take minutes."""
 _LEAST_USED = 0.05
 """Part of a KV cache that must be used to tell how much it holds."""
+_LEAST_CHANGE = 0.002
+"""Part by which no run's speed changes any more where a fit has come to rest."""
 _LEAST_SPREAD = 0.02
 """Standard deviation that the number of others at work must have to tell what they slow down."""
 
@@ -124,7 +129,7 @@ def _reports(run: RecordedRun, *, most: int = 1 << 20) -> Iterator[tuple[float, 
     written = prompt_tokens + statistics.fmean(run.rollouts.lengths.values()) / 2
     resumed_tokens = reply_tokens + (written if written < journal.block_tokens else part)
     first_s = journal.steps[0]["t"]
-    work, prm_work = Stretches(journal.work), Stretches(itertools.chain.from_iterable(journal.prm_work.values()))
+    work, prm_work = Stretches(journal.work), Stretches(itertools.chain.from_iterable(journal.prm_work.values())).merged()
     passes = {engine_id: Stretches(each) for engine_id, each in journal.passes.items()}
     for engine_id, loads in journal.loads.items():
         asked = np.array([t for t, _ in run.rollouts.issued.get(engine_id, [])])
@@ -178,9 +183,25 @@ def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[float, Numb
             return least, coefficients, tuple(slowdowns.tolist())
 
 
+def _fit_within(runs: np.ndarray, parts: Numbers, beside: Numbers) -> tuple[float, Numbers, tuple[float, ...]]:
+    """Fit 1 = (parts @ coefficients) * (1 + beside @ slowdowns) * speed of the row's run, as `_fit` does; `runs` are numbers of runs.
+
+    The mean logarithm of the speeds is 0.
+    """
+    speeds = np.ones(len(runs))
+    while True:
+        least, coefficients, slowdowns = _fit(1 / speeds, parts, beside)
+        before, usual = speeds, (parts @ coefficients) * (1 + beside @ slowdowns)
+        found = np.bincount(runs, usual) / np.bincount(runs, np.square(usual))
+        speeds = (found / np.exp(np.log(found).mean()))[runs]
+        if np.abs(speeds / before - 1).max() < _LEAST_CHANGE:
+            return least, coefficients, slowdowns
+
+
 def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str, float]]:
     """Return the trainer, and how much longer it works beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
-    table = np.array([row for run in runs for row in _steps(run)])
+    rows = [found for run in runs if (found := list(_steps(run)))]
+    table, number = np.array([row for found in rows for row in found]), np.repeat(np.arange(len(rows)), [len(found) for found in rows])
     if not len(table):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
     seconds, num_rows, num_computed, squares, without, rest_s, *others = table.T
@@ -189,7 +210,7 @@ def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str
     for part in _FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0]:
         computed = 1 - (1 - part) * without
         parts = np.column_stack([num_rows, num_computed * computed, squares * computed])
-        fits[part] = _fit(np.ones(len(seconds)), parts / seconds[:, None], beside)
+        fits[part] = _fit_within(number, parts / seconds[:, None], beside)
     forward_part = min(fits, key=lambda part: fits[part][0])
     _, (row_s, token_s, square_s), (*slowdowns, score_ms) = fits[forward_part]
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
@@ -213,13 +234,14 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
     """
     prompt_tokens, reply_tokens = run.given_tokens()
     prm_work = Stretches(itertools.chain.from_iterable(run.journal.prm_work.values()))
-    work, others = Stretches(run.journal.work), [*map(Stretches, run.journal.passes.values()), prm_work]
+    passes = Stretches(itertools.chain.from_iterable(run.journal.passes.values())).merged()
+    work, others = Stretches(run.journal.work), (passes, prm_work.merged())
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
         if not seconds or after["t"] <= before["t"]:
             continue
         own = work.within(before["t"], after["t"])
-        *engines, prm = [_overlap(one, own) if own else 0.0 for one in others]
+        engines, prm = (_overlap(one, own) if own else 0.0 for one in others)
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
         without = after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
         num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
@@ -228,7 +250,7 @@ def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float
         scored = np.searchsorted(rollouts.scored, own).ravel()  # before each beginning and end
         scores = float((scored[1::2] - scored[::2]).sum()) / (1e3 * sum(end - start for start, end in own)) if own else 0.0
         rest_s, slowness = after["t"] - before["t"] - apart, run.slowness.trainer
-        yield seconds / slowness, num_rows, num_computed, squares, without, rest_s / slowness, sum(engines), prm, scores
+        yield seconds / slowness, num_rows, num_computed, squares, without, rest_s / slowness, engines, prm, scores
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:
@@ -281,11 +303,11 @@ def _scored(run: RecordedRun, *, most: int) -> Iterator[tuple[float, float, floa
     """
     journal = run.journal
     names = ("busy_s", "num_batches", "num_steps", "num_trace_tokens")
-    work, passes = Stretches(journal.work), [Stretches(each) for each in journal.passes.values()]
+    work, passes = Stretches(journal.work), Stretches(itertools.chain.from_iterable(journal.passes.values())).merged()
     for process, reports in journal.prms.items():
         scoring = Stretches(journal.prm_work.get(process, []))
         for before, after in itertools.pairwise(reports[:: 1 + (len(reports) - 1) // most]):
             seconds, batches, steps, tokens = (after.get(name, 0) - before.get(name, 0) for name in names)
             own = scoring.within(before["t"], after["t"])
             if batches > 0 and own and before["t"] > journal.steps[0]["t"]:
-                yield seconds / run.slowness.prm, batches, steps, tokens, _overlap(work, own), sum(_overlap(each, own) for each in passes)
+                yield seconds / run.slowness.prm, batches, steps, tokens, _overlap(work, own), _overlap(passes, own)

@@ -37,6 +37,14 @@ class Stretches:
         near = (np.column_stack([self._starts[low:high], self._by_start[low:high]]) + self._origin).tolist()
         return [(max(start, since), min(end, until)) for since, until in near if since < end and until > start]
 
+    def merged(self) -> Stretches:
+        """Return what any of these covers, as stretches that do not overlap."""
+        if not len(self):
+            return self
+        apart = self._starts[1:] > self._latest[:-1]
+        starts, ends = self._starts[np.concatenate(([True], apart))], self._latest[np.concatenate((apart, [True]))]
+        return Stretches(zip((starts + self._origin).tolist(), (ends + self._origin).tolist(), strict=True))
+
     def _up_to(self, times: np.ndarray) -> np.ndarray:
         """Return the seconds that these cover before each moment: since every start, less since every end."""
         starts, ends = np.searchsorted(self._starts, times), np.searchsorted(self._ends, times)

@@ -16,7 +16,7 @@ from orchestrator.simulate.calibrated import _admit_s, _rewards, world_of_runs
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts, read_journal, read_ledger, read_run
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.sequence import interpolate
-from orchestrator.simulate.speeds import _num_computed, _points, _reports, _room, _squares, _steps, trainer_of_runs
+from orchestrator.simulate.speeds import _num_computed, _points, _reports, _room, _squares, _steps
 from orchestrator.simulate.world import Slowness, World, slowed
 from pipelinerl.errors import DataError
 from pipelinerl.messages import Finish, Outcome, Prompt, Score, ScoredTrajectory, Trajectory
@@ -394,74 +394,6 @@ def test_squares_are_of_whole_samples_and_a_shared_prompt_counts_once():
     names = {"lengths": {"0/0": 5, "0/1": 9, "1/0": 70}, "turns": {"0/0": 1, "0/1": 2}, "trained": {3: ["0/0", "0/1"]}}
     rollouts = RunRollouts(**empty, **names, rows={3: 1}, group_size=2, num_scored=0, num_failed=0, num_hopeless=0)
     assert _squares({"step": 3, "num_samples": 2}, rollouts, 7.0, 3.0) == pytest.approx(144 + 361 - 49)
-
-
-def test_long_samples_take_more_for_each_of_their_tokens():
-    """Steps of four samples, all as long and each of a group of its own, 30 to 246 tokens with prompts of 7."""
-    steps, lengths, trained = [one_step(step=0, t=0.0)], dict[str, int](), dict[int, list[str]]()
-    for step in range(1, 20):
-        length = 11 + 12 * step
-        names = trained[step] = [f"{4 * step + number}/0" for number in range(4)]
-        lengths |= dict.fromkeys(names, length)
-        seconds = 4 * (1e-5 * (7 + length) + 1e-8 * (7 + length) ** 2)
-        counts = {"num_samples": 4, "num_trained_tokens": 4 * length, "num_tokens": 4 * (7 + length)}
-        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": seconds, "wait_s": 0.5}})
-    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}}
-    rollouts = RunRollouts(**empty, lengths=lengths, trained=trained, group_size=1, num_scored=0, num_failed=0, num_hopeless=0)
-    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps), rollouts)])
-    assert (trainer.token_s, trainer.square_s) == pytest.approx((1e-5, 1e-8), rel=1e-3)
-    assert trainer.forward_part == 1.0, "nothing told of tokens without a gradient"
-
-
-def test_short_and_long_steps_count_alike():
-    """Steps of a row of 100 tokens that take 1.1 ms a token, and of 100 such rows that take 0.9: errors of x / 1.1 and x / 0.9 less 1 are
-    least together for (1 / 1.1 + 1 / 0.9) / (1 / 1.1^2 + 1 / 0.9^2).
-    """
-    steps, rows = [one_step(step=0, t=0.0)], dict[int, int]()
-    for step in range(1, 11):
-        rows[step], token_s = (100, 0.9e-3) if step % 2 else (1, 1.1e-3)
-        counts = {"num_samples": rows[step], "num_trained_tokens": 93 * rows[step], "num_tokens": 100 * rows[step]}
-        seconds = {"forward_backward_s": 100 * rows[step] * token_s, "wait_s": 0.0}
-        steps.append({"step": step, "t": 100.0 * step, **counts, "trainer": seconds})
-    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "lengths": {}}
-    rollouts = RunRollouts(**empty, rows=rows, group_size=1, num_scored=0, num_failed=0, num_hopeless=0)
-    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps), rollouts)])
-    expected = 1e-3 * (1 / 1.1 + 1 / 0.9) / (1 / 1.1**2 + 1 / 0.9**2)
-    assert trainer.row_s / 100 + trainer.token_s == pytest.approx(expected, rel=1e-3)
-
-
-def test_scores_that_are_booked_while_the_trainer_works_are_told_from_its_tokens():
-    """Steps of one row and a sample of 7 + 5 tokens take 0.2 s, and 1 ms for each of 0 to 39 scores that come meanwhile. As many come while
-    the trainer waits, and take nothing.
-    """
-    steps, scored, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
-    for step in range(1, 20):
-        num = 17 * step % 40
-        seconds = 0.2 + 1e-3 * num
-        work.append((step - seconds, float(step)))
-        scored += [step - 0.9] * num + [step - 0.1] * num
-        counts = {"num_samples": 1, "num_trained_tokens": 5, "num_tokens": 12}
-        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": seconds, "wait_s": 1 - seconds}})
-    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "lengths": {}}
-    rollouts = RunRollouts(**empty, scored=scored, group_size=1, num_scored=len(scored), num_failed=0, num_hopeless=0)
-    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps, work=work), rollouts)])
-    assert trainer.rollout_s == pytest.approx(1e-3, rel=0.1), "their part of a step is taken to grow as their rate does"
-    assert trainer.row_s + 12 * trainer.token_s == pytest.approx(0.2, rel=0.02)
-
-
-def test_a_longer_step_is_not_blamed_on_the_scores_that_it_has_more_of():
-    """Steps of 0.1 to 0.3 s for no reason, and 1,000 scores in each second."""
-    steps, scored, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
-    for step in range(1, 20):
-        num = 100 + 170 * step % 210
-        work.append((step - num / 1000, float(step)))
-        scored += np.linspace(step - num / 1000, step, num, endpoint=False).tolist()
-        counts = {"num_samples": 1, "num_trained_tokens": 5, "num_tokens": 12}
-        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": num / 1000, "wait_s": 1 - num / 1000}})
-    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "lengths": {}}
-    rollouts = RunRollouts(**empty, scored=scored, group_size=1, num_scored=len(scored), num_failed=0, num_hopeless=0)
-    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps, work=work), rollouts)])
-    assert trainer.rollout_s == 0.0
 
 
 def test_an_environments_replies_are_told_from_prompts():

@@ -60,6 +60,17 @@ def test_work_beside_other_work_lasts_longer_by_its_slowdown():
     assert run(events, ended, 2) == {"engine": pytest.approx(2.5), "trainer": pytest.approx(2.75)}
 
 
+def test_work_beside_two_others_of_a_kind_is_slowed_down_once_and_they_slow_down_each_other():
+    """Two passes at half speed beside each other, and a trainer at two thirds beside either or both: its 2 s end at 3 s, theirs of 1 s at 2
+    s and, for the longer one, 4 s, of which it is alone from 2 s on.
+    """
+    events, ended = Events(), {}
+    cores = Cores(events, slowdowns={("trainer", "engine"): 0.5, ("engine", "engine"): 1.0})
+    for name, kind, seconds in (("short", "engine", 1.0), ("long", "engine", 3.0), ("trainer", "trainer", 2.0)):
+        cores.start(kind, seconds, lambda name=name: ended.__setitem__(name, events.now_s))
+    assert run(events, ended, 3) == {"short": pytest.approx(2.0), "trainer": pytest.approx(3.0), "long": pytest.approx(4.0)}
+
+
 def test_calls_beyond_the_slots_wait_in_order():
     events, ended = Events(), {}
     slots = Slots(Cores(events), kind="scorer", num_slots=2)

@@ -38,3 +38,10 @@ def test_none_cover_nothing():
     assert Stretches([]).covered_s([(0.0, 1.0)]) == 0.0
     assert Stretches([]).within(0.0, 1.0) == []
     assert Stretches([(0.0, 1.0)]).covered_s([]) == 0.0
+    assert not Stretches([]).merged()
+
+
+def test_what_overlaps_is_merged():
+    merged = Stretches([(5.0, 6.0), (0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (6.0, 7.0)]).merged()
+    assert merged.within(0.0, 10.0) == [(0.0, 4.0), (5.0, 7.0)]
+    assert merged.covered_s([(0.0, 10.0)]) == pytest.approx(6.0)
