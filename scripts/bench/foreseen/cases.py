@@ -37,6 +37,8 @@ FOLDER = ROOT / "runs" / "foresight"
 STEPS, LEARNED_STEPS, LEARNED_ROUNDS = 24, 16, 2
 HIDDEN_SIZE, NUM_LAYERS = 256, 6
 MOST_TRIES = 3
+LEARNED_REWARD_S = 0.035
+"""Seconds of slow rewards in the runs that forecasts learn from."""
 KEPT_S = 3 * 3600.0
 """Seconds for which the next draw's forecasts learn from the same runs: probes beside them tell how fast the machine was."""
 TRAINER_POWER = 0.65
@@ -53,12 +55,13 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """Runs that forecasts learn from, none of them a case: what differs from `_USUAL`, and overrides. Answers of several lengths tell a row
 from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
 also work alone, with answers as long as those of `few`, where both always work; in groups of four many samples have no gradient. An
-environment and a process reward model have four runs of their own besides, as `_USUAL`, `few`, `short` and `fours`. Each is made
+environment and a process reward model have four runs of their own besides, as `_USUAL`, `few`, `short` and `fours`; slow rewards have one,
+as `short`, since a booked score takes more of the trainer's core where its reward has slept. Each is made
 `LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart, were up to 22 % apart in the speed of trainer and engines, for
 all that no process here took; of that `probes` tell all but some percent."""
 PROBED = "probes.json"
 """In a run's folder: seconds of `probes` on the engines' core and on the trainer's, while its figures were made."""
-_USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "slots": 128, "reward_s": 0.0}
+_USUAL = {"staleness": 3, "group_size": 8, "samples": 192, "max_tokens": 64, "slots": 128}
 
 
 def draw(seed: int) -> list[dict[str, Any]]:
@@ -109,9 +112,12 @@ def config_of(case: dict[str, Any]) -> Config:
 def learned_from(case: dict[str, Any]) -> list[Path]:
     """Return the folders of the runs that a case's forecast learns from, the most like it first."""
     engines, kind = case["engines"], case["kind"]
-    is_told = kind in ("plain", "slow rewards")  # how slow rewards are is said by the case
-    own = [] if is_told else [kind, f"{kind}-few", f"{kind}-short", f"{kind}-fours"]
-    return [FOLDER / f"like-{engines}-{name}-{turn}" for name in (*own, *LEARNED) for turn in range(LEARNED_ROUNDS)]
+    names = [*LEARNED]
+    if kind == "slow rewards":
+        names = [*names, f"{kind}-short"]  # last: how slow they are is said by the case
+    elif kind != "plain":
+        names = [kind, f"{kind}-few", f"{kind}-short", f"{kind}-fours", *names]
+    return [FOLDER / f"like-{engines}-{name}-{turn}" for name in names for turn in range(LEARNED_ROUNDS)]
 
 
 def forget_learned() -> None:
@@ -136,7 +142,9 @@ def _learn(folder: Path, case: dict[str, Any]) -> None:
     """Make one run that forecasts learn from; `folder` is there afterwards unless others worked meanwhile."""
     _, _, name = folder.name.rpartition("-")[0].split("-", 2)
     changed, overrides = LEARNED.get(name.rpartition("-")[2], ({}, ()))
-    settings = {**_USUAL, "engines": case["engines"], "kind": "plain" if name in LEARNED else case["kind"], **changed}
+    kind = "plain" if name in LEARNED else case["kind"]
+    reward_s = LEARNED_REWARD_S if kind == "slow rewards" else 0.0
+    settings = {**_USUAL, "engines": case["engines"], "kind": kind, "reward_s": reward_s, **changed}
     made, others = live(settings, f"trainer.steps={LEARNED_STEPS}", *overrides)
     print(f"{folder.name}: others took {others:.3f} of the machine", flush=True)
     if others <= MOST_OTHERS:

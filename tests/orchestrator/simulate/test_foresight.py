@@ -191,6 +191,27 @@ def test_probes_time_a_core_again_and_again_until_they_end():
     assert not any(Path(f"/proc/{number}").exists() for number in watched)
 
 
+def test_slow_rewards_are_foretold_from_a_run_of_such_after_all_that_plain_ones_learn_from(monkeypatch: pytest.MonkeyPatch):
+    plain, slow = ({"engines": 2, "kind": kind} for kind in ("plain", "slow rewards"))
+    *others, first, second = cases.learned_from(slow)
+    assert others == cases.learned_from(plain), "the first tells what rollouts are like, and a case says how slow rewards are"
+    assert [first.name, second.name] == ["like-2-slow rewards-short-0", "like-2-slow rewards-short-1"]
+    made: list[dict[str, Any]] = []
+
+    def live(settings: dict[str, Any], *_: str) -> tuple[Path, float]:
+        made.append(settings)
+        return first, 1.0
+
+    monkeypatch.setattr(cases, "live", live)
+    for folder in (others[0], first):
+        cases._learn(folder, slow)
+    assert [(one["kind"], one["reward_s"]) for one in made] == [("plain", 0.0), ("slow rewards", cases.LEARNED_REWARD_S)]
+    assert made[1]["max_tokens"] == cases.LEARNED["short"][0]["max_tokens"]
+    lines = cases.settings_of(made[1])
+    assert "scorer.slots=4" in lines
+    assert any(f"seconds={cases.LEARNED_REWARD_S}" in line for line in lines)
+
+
 def test_a_draw_keeps_the_runs_of_the_last_hours_to_learn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cases, "FOLDER", tmp_path)
     for name, age_s in (("like-2-long-0", 60.0), ("like-2-long-1", cases.KEPT_S + 60.0)):
