@@ -54,6 +54,8 @@ _LEAST_USED = 0.05
 """Part of a KV cache that must be used to tell how much it holds."""
 _LEAST_CHANGE = 0.002
 """Part by which no run's speed changes any more where a fit has come to rest."""
+_MOST_TURNS = 20
+"""Turns after which a fit ends anyway: slowdowns are searched in steps, between which it might go to and fro."""
 _LEAST_SPREAD = 0.02
 """Standard deviation that the number of others at work must have to tell what they slow down."""
 
@@ -186,16 +188,18 @@ def _fit(seconds: Numbers, parts: Numbers, beside: Numbers) -> tuple[float, Numb
 def _fit_within(runs: np.ndarray, parts: Numbers, beside: Numbers) -> tuple[float, Numbers, tuple[float, ...]]:
     """Fit 1 = (parts @ coefficients) * (1 + beside @ slowdowns) * speed of the row's run, as `_fit` does; `runs` are numbers of runs.
 
-    The mean logarithm of the speeds is 0.
+    The mean logarithm of the speeds is 0. Speeds, and all else, are fitted in turns, each to the least error that the other allows.
     """
-    speeds = np.ones(len(runs))
-    while True:
-        least, coefficients, slowdowns = _fit(1 / speeds, parts, beside)
+    speeds, fit = np.ones(len(runs)), _fit(np.ones(len(runs)), parts, beside)
+    for _ in range(_MOST_TURNS):
+        _, coefficients, slowdowns = fit
         before, usual = speeds, (parts @ coefficients) * (1 + beside @ slowdowns)
         found = np.bincount(runs, usual) / np.bincount(runs, np.square(usual))
         speeds = (found / np.exp(np.log(found).mean()))[runs]
         if np.abs(speeds / before - 1).max() < _LEAST_CHANGE:
-            return least, coefficients, slowdowns
+            break
+        fit = _fit(np.ones(len(runs)), parts * speeds[:, None], beside)
+    return fit
 
 
 def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str, float]]:

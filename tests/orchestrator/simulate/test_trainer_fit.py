@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.simulate import speeds
 from orchestrator.simulate.recorded import RecordedRun, RunJournal, RunRollouts
 from orchestrator.simulate.speeds import trainer_of_runs
 from tests.orchestrator.simulate.test_calibrated import one_step
@@ -28,11 +29,17 @@ def run_beside(*, speed: float, beside: set[int], num_engines: int = 1) -> Recor
 
 
 def test_what_is_beside_the_trainer_is_told_from_the_steps_of_one_run_and_not_from_two_runs():
-    """Beside engines most of the time on a fast machine, and seldom on a slow one: between the runs, engines seem to cost a third of it."""
+    """Beside engines most of the time on a fast machine, and seldom on a slow one: one speed for both would say 0.35."""
     fast, slow = run_beside(speed=0.9, beside=set(range(1, 10))), run_beside(speed=1 / 0.9, beside={1, 2, 3})
     trainer, slowdowns = trainer_of_runs([fast, slow])
     assert slowdowns["trainer/engine"] == pytest.approx(0.5, abs=0.026)
     assert trainer.row_s + 12 * trainer.token_s == pytest.approx(0.2, rel=0.01), "their mean speed is usual"
+
+
+def test_a_fit_that_comes_to_no_rest_ends_anyway(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(speeds, "_LEAST_CHANGE", 0.0)
+    _, slowdowns = trainer_of_runs([run_beside(speed=0.9, beside={1, 2, 3, 4}), run_beside(speed=1.1, beside={1, 2})])
+    assert slowdowns["trainer/engine"] == pytest.approx(0.5, abs=0.026)
 
 
 def test_two_engines_at_once_slow_the_trainer_no_more_than_one():
