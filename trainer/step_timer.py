@@ -6,9 +6,13 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from pipelinerl.observe.journal import Journal
 from trainer.data.loader import RowLoader
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+"""Of Linux, about the thread that reads it: nanoseconds on a core, nanoseconds for which it waited for one, and how often it got one."""
 
 
 class StepTimer:
@@ -23,17 +27,30 @@ class StepTimer:
     def __call__(self, name: str) -> Iterator[None]:
         """Count the block's duration, and record it as a span, under `name`."""
         self._loader.busy_with = name
-        start = time.time()
+        start, waited_s = time.time(), _core_wait_s()
         try:
             yield
         finally:
             end = time.time()
             self._seconds[name] += end - start
             self._journal.span(self._journal.process, name, start=start, end=end)
+            if name == "forward_backward" and waited_s is not None:
+                self._seconds["core_wait"] += (_core_wait_s() or waited_s) - waited_s
 
     def finish_step(self, *, num_tokens: float) -> dict[str, float]:
-        """Return the step's seconds by phase (`wait_s`, ...) and its tokens per second of work, waiting left out; start anew."""
+        """Return the step's seconds by phase (`wait_s`, ...) and its tokens per second of work, waiting left out; start anew.
+
+        `core_wait_s` is the part of `forward_backward_s` in which this thread could have gone on while others had its core; it is left out
+        where the system does not count it.
+        """
         seconds = {f"{name}_s": duration for name, duration in self._seconds.items()}
         self._seconds.clear()
-        working_s = sum(seconds.values()) - seconds.get("wait_s", 0.0)
+        working_s = sum(seconds.values()) - seconds.get("wait_s", 0.0) - seconds.get("core_wait_s", 0.0)
         return seconds | {"tokens_per_s": num_tokens / working_s if working_s else 0.0}
+
+
+def _core_wait_s() -> float | None:
+    try:
+        return 1e-9 * int(_SCHEDSTAT.read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError):
+        return None

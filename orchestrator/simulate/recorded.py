@@ -76,8 +76,10 @@ class RunRollouts:
     """Rows of each step."""
     trained: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     """Rollouts that each step trains."""
-    scored: list[float] = dataclasses.field(default_factory=list)
-    """Unix seconds at which scores were booked, in order."""
+    completed: list[float] = dataclasses.field(default_factory=list)
+    """Unix seconds at which rollouts came from engines."""
+    answered: list[float] = dataclasses.field(default_factory=list)
+    """Unix seconds at which scores and an environment's replies came."""
     waits_s: list[float]
     """From a completion until its score is booked."""
     group_size: int
@@ -197,22 +199,27 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
     ended: dict[str, float] = {}
     turns: dict[str, int] = {}
     replies: collections.Counter[int] = collections.Counter()
-    scored: list[float] = []
+    completed: list[float] = []
+    answered: list[float] = []
+    num_scored = 0
     waits_s: list[float] = []
     counts = {"failed": 0, "early_stop": 0}
     for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
-        if t - began_s + unix_s > until_s:
+        at_s = t - began_s + unix_s
+        if at_s > until_s:
             continue
         match kind:
             case "issued":
-                issued.setdefault(int(peer.partition("-")[2]), []).append((t - began_s + unix_s, int(name.partition("/")[0])))
+                issued.setdefault(int(peer.partition("-")[2]), []).append((at_s, int(name.partition("/")[0])))
             case "generated":
                 ended[name] = t
+                completed.append(at_s)
                 if reason in ("stop", "length") and num_tokens:
                     lengths[name] = num_tokens
                     (truncated.add if reason == "length" else truncated.discard)(name)
             case "scored":
-                scored.append(t - began_s + unix_s)
+                answered.append(at_s)
+                num_scored += 1
                 counts["failed"] += reward is None and not reason.startswith("stopped")
                 if reward is not None:
                     rewards[name] = reward
@@ -223,9 +230,10 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
             case "closed":
                 rows[step] = num_rows
             case "observed":
+                answered.append(at_s)
                 turns[name] = turns.get(name, 1) + (reason == "ok")
                 if reason == "ok":
-                    resumed.setdefault(int(peer.partition("-")[2]), []).append(t - began_s + unix_s)
+                    resumed.setdefault(int(peer.partition("-")[2]), []).append(at_s)
             case _:
                 counts["early_stop"] += 1
     return RunRollouts(
@@ -236,10 +244,11 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
         resumed=resumed,
         rows=rows,
         trained=trained,
-        scored=scored,
+        completed=completed,
+        answered=answered,
         waits_s=waits_s,
         group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
-        num_scored=len(scored),
+        num_scored=num_scored,
         num_failed=counts["failed"],
         num_hopeless=counts["early_stop"],
         turns={name: turns.get(name, 1) for name in lengths} if turns else {},

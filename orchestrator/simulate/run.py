@@ -27,6 +27,7 @@ from orchestrator.simulate.events import Events
 from orchestrator.simulate.faults import Injection
 from orchestrator.simulate.gauges import gauges
 from orchestrator.simulate.generation import Generation, Limits
+from orchestrator.simulate.interruptions import interrupt
 from orchestrator.simulate.links import Link
 from orchestrator.simulate.migration import Migration
 from orchestrator.simulate.record import MAX_LANES, Record, Totals
@@ -256,7 +257,8 @@ class _Run:
         self.generation.full = self.scoring.full
         self.generation.on_finished = self.scoring.take
         self.generation.on_step = self.scoring.step
-        self.scoring.on_scored, self.scoring.group_cut = self.trainer.beside(self.batching.take), self.generation.group_cut
+        self.scoring.on_scored, self.scoring.group_cut = self.batching.take, self.generation.group_cut
+        interrupt(self.trainer, self.world.trainer, generation=self.generation, scoring=self.scoring)
         self.scoring.on_room = self.generation.credit
         self.batching.on_taken = self.scoring.taken
         self.batching.on_verdict = self._verdict

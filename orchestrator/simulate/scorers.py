@@ -29,6 +29,8 @@ class Slots:
         """Seconds of calls that ended, summed over slots."""
         self.slowness = 1.0
         """Factor on the seconds of calls that begin now."""
+        self.on_done: Act = lambda: None
+        """Called as each call ends."""
         self._cores, self._kind = cores, kind
         self.num_slots = num_slots
         """It may change; calls under way go on."""
@@ -64,6 +66,7 @@ class Slots:
         self.busy_s += lasts_s
         self._begin()
         for _, act in calls:
+            self.on_done()
             act()
 
 

@@ -2,21 +2,26 @@
 
     engine     (seconds between two reports, less those without a sequence and those of swaps)
                    = (passes f(sequences) + a tokens of context + p prompt tokens) (1 + sum of s x part of the time in which another worked)
-    trainer    forward_backward_s of a step = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
-                   (1 + e scores booked in a second of it + sum of u x part of the trainer's time in which another worked)
+    trainer    forward_backward_s of a step, less core_wait_s
+                   = (r rows + (t computed tokens + q squares of samples) (1 - (1 - v) x part without a gradient))
+                   (1 + sum of u x part of the trainer's time in which another worked)
+               core_wait_s = e answers + k wakings + m seconds in which a process reward model worked + n seconds of the trainer's work
     process reward model    seconds between two reports with batches
                    = (b batches + g steps + h tokens) (1 + sum of w x part of them in which another worked)
 
 Others are the trainer, engines and process reward models, each with an s, a u and a w of its own. Where several of them are of one kind,
 which is not that of what they work beside, they count once (`cores`).
 
-Scores are counted by the second, since a step that lasts longer for whatever reason has more of them. The trainer's errors are relative:
-what makes a step longer makes a long one so many times as long. Each run's trainer has a speed of its own, all of them 1 in the geometric
-mean: between two runs the machine may differ by more than what is beside the trainer changes, and within one, steps with and without it
-tell that. One speed for all foretold two engines' lead over the trainer a quarter too low.
+The trainer waits for its core where orchestrator, scorers and rewards share it: for each answer (a score, or an environment's reply) and
+each time that they wake up (`interruptions`). The n seconds, which others of the machine take, count as its work. Runs of older versions do
+not say how long it waited, and are learned from as if it never had.
+
+The trainer's errors are relative: what makes a step longer makes a long one so many times as long. Each run's trainer has a speed of its
+own, all of them 1 in the geometric mean: between two runs the machine may differ by more than what is beside the trainer changes, and
+within one, steps with and without it tell that. One speed for all foretold two engines' lead over the trainer a quarter too low.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
-none below 0. s, u, w, and e in milliseconds, are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass
+none below 0. s, u and w are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass
 beside a forward pass that is computed twice and a backward pass of twice its operations, to 1.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
@@ -30,11 +35,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from orchestrator.rules.pass_profile import Numbers, least_squares
+from orchestrator.simulate.interruptions import wakings
 from orchestrator.simulate.recorded import RecordedRun, RunRollouts
 from orchestrator.simulate.stretches import Stretch, Stretches
 from orchestrator.simulate.world import EngineWorld, TrainerWorld
@@ -56,6 +62,8 @@ _LEAST_CHANGE = 0.002
 """Part by which no run's speed changes any more where a fit has come to rest."""
 _MOST_TURNS = 20
 """Turns after which a fit ends anyway: slowdowns are searched in steps, between which it might go to and fro."""
+_MOST_WAITED = 0.9
+"""Part of the time at most for which a trainer is taken to wait beside a process reward model that works on its core."""
 _LEAST_SPREAD = 0.02
 """Standard deviation that the number of others at work must have to tell what they slow down."""
 
@@ -202,59 +210,95 @@ def _fit_within(runs: np.ndarray, parts: Numbers, beside: Numbers) -> tuple[floa
     return fit
 
 
+class _Step(NamedTuple):
+    """What a step of a run took; or, of all steps, what each took."""
+
+    seconds: Any
+    """Of forward and backward passes."""
+    waited: Any
+    """Part of these in which the trainer waited for its core."""
+    rows: Any
+    computed: Any
+    """Tokens that the trainer computed."""
+    squares: Any
+    """Of samples' tokens."""
+    without: Any
+    """Part of the tokens without a gradient."""
+    rest_s: Any
+    """Seconds of all else."""
+    engines: Any
+    """Part of the trainer's time in which any engine worked."""
+    prm: Any
+    """The same of process reward models."""
+    answers: Any
+    """Answers that were booked in a second of its work."""
+    wakings: Any
+    """Times that the orchestrator woke up, in a second of its work."""
+
+
 def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str, float]]:
     """Return the trainer, and how much longer it works beside one of each other part, as `World.slowdowns`. Raises `DataError`."""
-    rows = [found for run in runs if (found := list(_steps(run)))]
-    table, number = np.array([row for found in rows for row in found]), np.repeat(np.arange(len(rows)), [len(found) for found in rows])
-    if not len(table):
+    found = [list(_steps(run)) for run in runs]
+    if not any(found):
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
-    seconds, num_rows, num_computed, squares, without, rest_s, *others = table.T
-    beside = np.column_stack(others)
+    steps, number = _Step(*np.array([step for each in found for step in each]).T), np.repeat(np.arange(len(found)), [*map(len, found)])
+    waits = np.column_stack([steps.answers, steps.wakings, steps.prm, np.ones(len(number))])
+    answer_s, wake_s, prm_part, other_part = least_squares(waits, steps.waited).tolist()
+    seconds, beside = steps.seconds * (1 + other_part - steps.waited), np.column_stack([steps.engines, steps.prm])
     fits: dict[float, tuple[float, Numbers, tuple[float, ...]]] = {}
-    for part in _FORWARD_PARTS.tolist() if without.mean() > _FEWEST_WITHOUT else [1.0]:
-        computed = 1 - (1 - part) * without
-        parts = np.column_stack([num_rows, num_computed * computed, squares * computed])
+    for part in _FORWARD_PARTS.tolist() if steps.without.mean() > _FEWEST_WITHOUT else [1.0]:
+        computed = 1 - (1 - part) * steps.without
+        parts = np.column_stack([steps.rows, steps.computed * computed, steps.squares * computed])
         fits[part] = _fit_within(number, parts / seconds[:, None], beside)
     forward_part = min(fits, key=lambda part: fits[part][0])
-    _, (row_s, token_s, square_s), (*slowdowns, score_ms) = fits[forward_part]
+    _, (row_s, token_s, square_s), (engine, prm) = fits[forward_part]
     saved = [seconds for run in runs for step in run.steps if (seconds := step["trainer"].get("checkpoint_s"))]
     world = TrainerWorld(
         row_s=float(row_s),
         token_s=float(token_s),
         square_s=float(square_s),
         forward_part=forward_part,
-        rollout_s=1e-3 * score_ms / (1 + score_ms * float(beside[:, -1].mean())),  # of the time with them, as `Trainer.beside` adds it
-        step_s=max(0.0, float(rest_s.mean())) / (1 + float(beside.mean(0) @ (*slowdowns, score_ms))),
+        answer_s=answer_s,
+        wake_s=wake_s,
+        step_s=max(0.0, float((steps.rest_s * (1 + other_part - steps.waited)).mean())) / (1 + float(beside.mean(0) @ (engine, prm))),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
-    return world, dict(zip(("trainer/engine", "trainer/prm"), slowdowns, strict=True))
+    return world, {"trainer/engine": engine, "trainer/prm": (1 + prm) / (1 - min(prm_part, _MOST_WAITED)) - 1}
 
 
-def _steps(run: RecordedRun) -> Iterator[tuple[float, float, float, float, float, float, float, float, float]]:
-    """Yield what each step but the first took.
-
-    Each is (forward and backward seconds, rows, computed tokens, squares of samples, part without a gradient, seconds of the rest, how many
-    engines and process reward models worked beside the trainer, and scores that were booked in a millisecond of its work).
-    """
+def _steps(run: RecordedRun) -> Iterator[_Step]:
+    """Yield what each step but the first took."""
     prompt_tokens, reply_tokens = run.given_tokens()
-    prm_work = Stretches(itertools.chain.from_iterable(run.journal.prm_work.values()))
+    rollouts, slowness = run.rollouts, run.slowness.trainer
+    prm_work = Stretches(itertools.chain.from_iterable(run.journal.prm_work.values())).merged()
     passes = Stretches(itertools.chain.from_iterable(run.journal.passes.values())).merged()
-    work, others = Stretches(run.journal.work), (passes, prm_work.merged())
+    work, answers, wakes = Stretches(run.journal.work), np.sort(rollouts.answered), wakings(rollouts.completed, rollouts.answered)
     for before, after in itertools.pairwise(run.journal.steps):
         seconds = after["trainer"].get("forward_backward_s")
         if not seconds or after["t"] <= before["t"]:
             continue
         own = work.within(before["t"], after["t"])
-        engines, prm = (_overlap(one, own) if own else 0.0 for one in others)
+        own_s = sum(end - start for start, end in own) / slowness or math.inf
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
-        without = after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"]
-        num_rows, rollouts = run.rollouts.rows.get(after["step"], 1), run.rollouts
-        num_computed = _num_computed(after, rollouts, reply_tokens)
-        squares = _squares(after, rollouts, prompt_tokens, reply_tokens)
-        scored = np.searchsorted(rollouts.scored, own).ravel()  # before each beginning and end
-        scores = float((scored[1::2] - scored[::2]).sum()) / (1e3 * sum(end - start for start, end in own)) if own else 0.0
-        rest_s, slowness = after["t"] - before["t"] - apart, run.slowness.trainer
-        yield seconds / slowness, num_rows, num_computed, squares, without, rest_s / slowness, engines, prm, scores
+        yield _Step(
+            seconds=seconds / slowness,
+            waited=after["trainer"].get("core_wait_s", 0.0) / seconds,
+            rows=rollouts.rows.get(after["step"], 1),
+            computed=_num_computed(after, rollouts, reply_tokens),
+            squares=_squares(after, rollouts, prompt_tokens, reply_tokens),
+            without=after["trainer"].get("num_tokens_without_gradient", 0.0) / after["num_tokens"],
+            rest_s=(after["t"] - before["t"] - apart) / slowness,
+            engines=_overlap(passes, own) if own else 0.0,
+            prm=_overlap(prm_work, own) if own else 0.0,
+            answers=_num_within(answers, own) / own_s,
+            wakings=_num_within(wakes, own) / own_s,
+        )
+
+
+def _num_within(times: Numbers, stretches: Sequence[Stretch]) -> int:
+    """Return how many of some moments, in order, lie in stretches."""
+    before = np.searchsorted(times, np.array(stretches, np.float64).reshape(-1, 2))
+    return int((before[:, 1] - before[:, 0]).sum())
 
 
 def _num_computed(step: dict[str, Any], rollouts: RunRollouts, reply_tokens: float = 0.0) -> float:

@@ -2,7 +2,7 @@
 
 The seconds of a row are `row_s + token_s * tokens + square_s * sum of squared sample lengths`, where a prompt that siblings of the row
 share counts once, as does its square. Tokens of samples without a gradient take `forward_part` of that, where a row has enough of them for
-the live trainer to split it. A wave lasts as long as its costliest row, and `rollout_s` longer for each score that is booked meanwhile. A
+the live trainer to split it. A wave lasts as long as its costliest row, and longer where it is held up meanwhile (`interruptions`). A
 policy is published beside the next step's rows, and is waited for before the weights change again (`trainer.loop`).
 """
 
@@ -17,7 +17,7 @@ from orchestrator.simulate.events import Event
 from orchestrator.simulate.rollouts import SimulatedTrajectory
 from orchestrator.simulate.world import SyncWorld, TrainerWorld
 from pipelinerl.algorithms.signal import MIN_FRACTION
-from pipelinerl.messages import Sample, ScoredTrajectory
+from pipelinerl.messages import Sample
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -92,6 +92,11 @@ class Trainer:
         self._is_down = False
 
     @property
+    def now_s(self) -> float:
+        """The simulated time, in seconds."""
+        return self._events.now_s
+
+    @property
     def published(self) -> int | None:
         """The newest version that it has published; None after a restart, until the steps since its checkpoint are trained again."""
         return None if self._is_down or self.step < self._published else self._published
@@ -128,15 +133,10 @@ class Trainer:
         squares = sum(sample.num_tokens**2 for sample in samples) - sum(num**2 for num in shared) if world.square_s else 0
         return world.token_s * (sum(sample.num_tokens for sample in samples) - sum(shared)) + world.square_s * squares
 
-    def beside(self, act: Callable[[ScoredTrajectory], None]) -> Callable[[ScoredTrajectory], None]:
-        """Return what books a score, and takes `rollout_s` from the trainer's work."""
-
-        def booked(scored: ScoredTrajectory) -> None:
-            if self._job is not None:
-                self._job.resize(self._job.seconds + self._world.rollout_s)
-            act(scored)
-
-        return booked if self._world.rollout_s else act
+    def hold_up(self, seconds: float) -> None:
+        """Have its work, if any is under way, last so many seconds longer."""
+        if self._job is not None:
+            self._job.resize(self._job.seconds + seconds)
 
     def close(self, step: int) -> None:
         """Note that a step has all its rows."""

@@ -87,8 +87,10 @@ class TrainerWorld:
     """Seconds of a row for each square of a sample's tokens: attention."""
     forward_part: float = 1.0
     """What a token without a gradient takes, of these: no backward pass. 1: all have one."""
-    rollout_s: float = 0.0
-    """Seconds that a score which is booked takes from the trainer's work, where orchestrator, scorers and rewards share its cores."""
+    answer_s: float = 0.0
+    """Seconds that a score or a reply takes from the trainer's work, where orchestrator, scorers and rewards share its core."""
+    wake_s: float = 0.0
+    """Seconds that these take from it each time that they wake up."""
     step_s: float = 0.0
     """Seconds of a step beside its rows: reductions and the optimizer."""
     checkpoint_s: float = 0.0
@@ -204,7 +206,7 @@ def slowed(world: World, slowness: Slowness) -> World:
     return dataclasses.replace(
         world,
         engine=dataclasses.replace(engine, pass_s=tuple((sequences, seconds * slowness.engine) for sequences, seconds in engine.pass_s)),
-        trainer=_times(slowness.trainer, world.trainer, "row_s", "token_s", "square_s", "rollout_s", "step_s"),
+        trainer=_times(slowness.trainer, world.trainer, "row_s", "token_s", "square_s", "answer_s", "wake_s", "step_s"),
         scoring=_times(slowness.prm, world.scoring, "prm_batch_s", "prm_step_s", "prm_token_s"),
     )
 

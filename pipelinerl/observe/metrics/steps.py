@@ -277,6 +277,13 @@ TRAINER_METRICS = (
         "Most of the step: engines or scoring are the limit; the report says which.",
     ),
     Metric("time/forward_backward", "forward_backward_s", "seconds", "forward and backward passes", "The limit: more trainer ranks."),
+    Metric(
+        "time/wait_for_core",
+        "core_wait_s",
+        "seconds",
+        "of these, the ones in which the trainer's thread was ready and others had its core, where Linux counts them",
+        "More than a tenth: leave the trainer a core of its own (`trainer.cores`, `run.cores`).",
+    ),
     Metric("time/optimizer", "optimizer_s", "seconds", "optimizer", "Usually small."),
     Metric(
         "time/broadcast_weights",

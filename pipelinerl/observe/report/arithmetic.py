@@ -26,6 +26,7 @@ def findings_of(measures: Measures) -> tuple[Finding, ...]:
     parts = (
         ("trainer: waits for micro-batches", measures.trainer_wait_s, f"/ {seconds(window)}", window),
         ("trainer: forward, backward, optimizer", measures.trainer_compute_s, f"/ {seconds(window)}", window),
+        ("trainer: of that, ready while others had its core", measures.trainer_core_wait_s, f"/ {seconds(window)}", window),
         ("trainer: held by writing policies", measures.trainer_publish_s, f"/ {seconds(window)}", window),
         ("trainer: writes policies while it trains", measures.trainer_publish_async_s, f"/ {seconds(window)}", window),
         ("engines: in forward passes", measures.engine_busy_s, f"/ {engines}", engine_time),

@@ -44,6 +44,8 @@ class Measures:
     scorer_busy_s: float | None
     trainer_wait_s: float | None
     trainer_compute_s: float | None
+    trainer_core_wait_s: float | None
+    """Of the seconds of computing, those in which its thread was ready and others had its core."""
     trainer_publish_s: float | None
     """Seconds in which writing a policy kept it from training."""
     trainer_publish_async_s: float | None
@@ -124,6 +126,7 @@ def measure(tables: Tables) -> Measures | None:
         scorer_busy_s=grown(counters.growth_of_all(statuses, lambda row: {scorer.scorer_id: scorer.busy_s for scorer in row.scorers})),
         trainer_wait_s=_trainer_wait_s(steps, statuses, scale),
         trainer_compute_s=_of_trainer(steps, "forward_backward_s", "optimizer_s"),
+        trainer_core_wait_s=_of_trainer(steps, "core_wait_s"),
         trainer_publish_s=_of_trainer(steps, "publish_s"),
         trainer_publish_async_s=_of_trainer(steps, "publish_async_s"),
         num_ranks=int(tables.setting("trainer", "ranks") or 1),

@@ -56,7 +56,7 @@ LEARNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 from its tokens, and these from the squares of their samples; rounds and few slots a pass from its sequences. In rounds engine and trainer
 also work alone, with answers as long as those of `few`, where both always work; in groups of four many samples have no gradient. An
 environment and a process reward model have four runs of their own besides, as `_USUAL`, `few`, `short` and `fours`; slow rewards have one,
-as `short`, since a booked score takes more of the trainer's core where its reward has slept. Each is made
+as `short`: where rewards have slept, scores come one by one and wake up the orchestrator more often. Each is made
 `LEARNED_ROUNDS` times, in rounds: two runs of one setting, minutes apart, were up to 22 % apart in the speed of trainer and engines, for
 all that no process here took; of that `probes` tell all but some percent."""
 PROBED = "probes.json"

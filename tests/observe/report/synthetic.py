@@ -39,6 +39,8 @@ class Plan:
     num_slots: int = 4
     num_running: int = 60
     """Sequences decoded at once per engine, of 64 slots."""
+    core_wait_s: float | None = None
+    """Of a step's passes, seconds in which the trainer was ready and others had its core."""
     kv_used: float | None = None
     """Of the first engine; the second one's is half as full."""
     drafted: float = 0.0
@@ -158,7 +160,7 @@ def _trainer(plan: Plan, chance: random.Random, progress: float) -> dict[str, fl
         "optimizer_s": 0.1 * plan.train_s,
         "publish_s": plan.publish_s,
         "publish_async_s": 0.1,
-    }
+    } | ({} if plan.core_wait_s is None else {"core_wait_s": plan.core_wait_s})
 
 
 def _statuses(plan: Plan) -> list[Line]:

@@ -58,6 +58,15 @@ def test_training_bound_run_tells_how_long_the_engines_wait(tmp_path: Path) -> N
     assert "so 2 (trainer.ranks), or fewer engines: 1 would do" in diagnosis.advice
 
 
+def test_a_trainer_whose_core_others_have_is_told_to_get_its_own(tmp_path: Path) -> None:
+    # A period is 2.03 s: 0.6 / 2.03 = 29.6 % of it is worth saying before another rank is, 0.1 / 2.03 = 4.9 % is not.
+    diagnosis = _diagnose(tmp_path / "much", Plan(train_s=2.0, core_wait_s=0.6))
+    assert "a core of its own (trainer.cores" in diagnosis.advice
+    assert "(29.6\N{NO-BREAK SPACE}%) while others had its core" in diagnosis.advice
+    assert next(one.value for one in diagnosis.findings if "others had its core" in one.what) == "29.6\N{NO-BREAK SPACE}%"
+    assert "trainer.ranks" in _diagnose(tmp_path / "little", Plan(train_s=2.0, core_wait_s=0.1)).advice
+
+
 def test_scoring_bound_run_says_how_many_slots(tmp_path: Path) -> None:
     # A period is 2.4 s; the busier half, generation, works 1.2004 s of it, so that twice the slots would help and no more.
     diagnosis = _diagnose(tmp_path / "run", Plan(score_s=2.4))

@@ -234,8 +234,8 @@ def test_a_run_on_slower_devices_tells_what_work_takes_usually_and_a_slowed_worl
     for (_, seconds), (_, halved), (_, doubled) in zip(as_it_was.engine.pass_s, usual.engine.pass_s, again.engine.pass_s, strict=True):
         assert (halved, doubled) == (pytest.approx(seconds / 2), pytest.approx(seconds))
     assert usual.slowdowns == as_it_was.slowdowns
-    busy = dataclasses.replace(usual, trainer=dataclasses.replace(usual.trainer, rollout_s=0.01))
-    assert slowed(busy, slowness).trainer.rollout_s == pytest.approx(0.0125)
+    busy = slowed(dataclasses.replace(usual, trainer=dataclasses.replace(usual.trainer, answer_s=0.01, wake_s=0.02)), slowness)
+    assert (busy.trainer.answer_s, busy.trainer.wake_s) == pytest.approx((0.0125, 0.025))
 
 
 def test_a_few_reports_of_batches_tell_what_a_token_takes_and_no_more(tmp_path: Path):
@@ -336,8 +336,8 @@ def test_an_engine_is_beside_the_trainer_while_the_trainer_works(passes: tuple[f
     journal = RunJournal(steps=[one_step(step=0, t=9.5), one_step(step=1, t=14.0)], work=[(10.0, 11.0)], passes={0: [passes]})
     empty: dict[str, Any] = {"lengths": {}, "rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}}
     rollouts = RunRollouts(**empty, rows={1: 2}, group_size=8, num_scored=0, num_failed=0, num_hopeless=0)
-    ((seconds, rows, *_, rest_s, found, _, _),) = _steps(RecordedRun(Path(), journal, rollouts))
-    assert (seconds, rows, found, rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
+    (step,) = _steps(RecordedRun(Path(), journal, rollouts))
+    assert (step.seconds, step.rows, step.engines, step.rest_s) == pytest.approx((0.9, 2, beside, 4.5 - 0.9 - 3.0))
 
 
 def one_step(*, step: int, t: float) -> dict[str, Any]:

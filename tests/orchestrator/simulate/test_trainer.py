@@ -56,22 +56,6 @@ def test_what_has_no_gradient_takes_a_forward_pass_where_there_is_enough_of_it(n
     assert metrics["num_tokens_without_gradient"] == without
 
 
-def test_a_score_that_is_booked_holds_up_the_trainer_while_it_works():
-    """A row of 9 + 3 tokens takes 12 s; scores come at 2 s and 11 s, 2 s each, and at 20 s, while it waits for more."""
-    events = Events()
-    trainer = trainer_of(TrainerWorld(token_s=1.0, rollout_s=2.0), events)
-    booked: list[float] = []
-    book = trainer.beside(lambda scored: booked.append(events.now_s))
-    spans: list[tuple[str, float, float]] = []
-    trainer.on_span = lambda *span: spans.append(span)
-    for t in (2.0, 11.0, 20.0):
-        events.at(t, lambda: book(rollout(0, 1, num_sampled=3).scored(failed_fraction=0.0)))
-    trainer.add(0, [sample(0, 0, num_sampled=3)])
-    events.run(until=lambda: len(booked) == 3, limit_s=1e6)
-    assert spans == [("forward_backward", 0.0, 16.0)]
-    assert booked == [2.0, 11.0, 20.0]
-
-
 def seconds_of(row: list[Sample], world: TrainerWorld) -> float:
     """Return the seconds that a step of one row takes."""
     return metrics_of(row, world)["forward_backward_s"]

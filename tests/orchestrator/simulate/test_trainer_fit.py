@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from orchestrator.simulate import speeds
@@ -81,35 +80,40 @@ def test_short_and_long_steps_count_alike():
     assert trainer.row_s / 100 + trainer.token_s == pytest.approx(expected, rel=1e-3)
 
 
-def test_scores_that_are_booked_while_the_trainer_works_are_told_from_its_tokens():
-    """Steps of one row and a sample of 7 + 5 tokens take 0.2 s, and 1 ms for each of 0 to 39 scores that come meanwhile. As many come while
-    the trainer waits, and take nothing.
+def run_that_waits(*, tells: bool = True, prm_part: float = 0.0) -> RecordedRun:
+    """Steps of one row and a sample of 7 + 5 tokens compute for 0.2 s, and wait for their core besides: 1 ms for each of 0 to 38 scores
+    and 2 ms for each of the 0 to 12 moments at which they come, `prm_part` of the time in which a process reward model works, which are 0
+    to 3 fifths of it, and 1 % of it whatever happens. As many scores come while the trainer has nothing to do.
     """
-    steps, scored, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
-    for step in range(1, 20):
-        num = 17 * step % 40
-        seconds = 0.2 + 1e-3 * num
+    steps, answered, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
+    batches: list[tuple[float, float]] = []
+    for step in range(1, 40):
+        num_moments, num_each, prm = step % 13, 1 + step % 3, step % 4 / 5
+        seconds = (0.2 + 1e-3 * num_moments * num_each + 2e-3 * num_moments) / (1 - 0.01 - prm_part * prm)
         work.append((step - seconds, float(step)))
-        scored += [step - 0.9] * num + [step - 0.1] * num
+        for began_s in (step - seconds, step - 0.9):
+            answered += [began_s + 0.01 + 0.01 * moment for moment in range(num_moments) for _ in range(num_each)]
+        batches.append((step - seconds, step - seconds + seconds * prm))
         counts = {"num_samples": 1, "num_trained_tokens": 5, "num_tokens": 12}
-        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": seconds, "wait_s": 1 - seconds}})
+        told = {"core_wait_s": seconds - 0.2} if tells else {}
+        trained = {"forward_backward_s": seconds, "wait_s": 1 - seconds, **told}
+        steps.append({"step": step, "t": float(step), **counts, "trainer": trained})
     empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "lengths": {}}
-    rollouts = RunRollouts(**empty, scored=scored, group_size=1, num_scored=len(scored), num_failed=0, num_hopeless=0)
-    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps, work=work), rollouts)])
-    assert trainer.rollout_s == pytest.approx(1e-3, rel=0.1), "their part of a step is taken to grow as their rate does"
-    assert trainer.row_s + 12 * trainer.token_s == pytest.approx(0.2, rel=0.02)
+    rollouts = RunRollouts(**empty, answered=sorted(answered), group_size=1, num_scored=0, num_failed=0, num_hopeless=0)
+    return RecordedRun(Path(), RunJournal(steps=steps, work=work, prm_work={"prm-0": batches}), rollouts)
 
 
-def test_a_longer_step_is_not_blamed_on_the_scores_that_it_has_more_of():
-    """Steps of 0.1 to 0.3 s for no reason, and 1,000 scores in each second."""
-    steps, scored, work = [one_step(step=0, t=0.0)], list[float](), list[tuple[float, float]]()
-    for step in range(1, 20):
-        num = 100 + 170 * step % 210
-        work.append((step - num / 1000, float(step)))
-        scored += np.linspace(step - num / 1000, step, num, endpoint=False).tolist()
-        counts = {"num_samples": 1, "num_trained_tokens": 5, "num_tokens": 12}
-        steps.append({"step": step, "t": float(step), **counts, "trainer": {"forward_backward_s": num / 1000, "wait_s": 1 - num / 1000}})
-    empty: dict[str, Any] = {"rewards": {}, "issued": {}, "waits_s": [], "turns": {}, "replies": {}, "rows": {}, "lengths": {}}
-    rollouts = RunRollouts(**empty, scored=scored, group_size=1, num_scored=len(scored), num_failed=0, num_hopeless=0)
-    trainer, _ = trainer_of_runs([RecordedRun(Path(), RunJournal(steps=steps, work=work), rollouts)])
-    assert trainer.rollout_s == 0.0
+def test_what_holds_up_the_trainer_is_told_apart_by_how_long_it_waited_for_its_core():
+    trainer, slowdowns = trainer_of_runs([run_that_waits(prm_part=0.5)])
+    assert (trainer.answer_s, trainer.wake_s) == pytest.approx((1e-3, 2e-3), rel=1e-3)
+    assert slowdowns["trainer/prm"] == pytest.approx(1 / (1 - 0.5) - 1, rel=1e-3), "half of the time is the other's"
+    # What takes 1 % of the core whatever happens is in none of the reasons, so the trainer's own seconds hold it.
+    assert trainer.row_s + 12 * trainer.token_s == pytest.approx(0.2, rel=0.025)
+    assert slowdowns["trainer/engine"] == 0.0
+
+
+def test_a_longer_step_that_waited_for_nothing_is_blamed_on_no_score():
+    """The same seconds of a run of an older version, which does not say what they were."""
+    trainer, _ = trainer_of_runs([run_that_waits(tells=False)])
+    assert (trainer.answer_s, trainer.wake_s) == (0.0, 0.0)
+    assert trainer.row_s + 12 * trainer.token_s > 0.21
