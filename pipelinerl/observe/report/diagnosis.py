@@ -174,11 +174,8 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
         case Limiter.GENERATION:
             return _advice_for_generation(measures, factor or 1.0, tables)
         case Limiter.TRAINING:
-            if (measures.trainer_fraction(measures.trainer_core_wait_s) or 0.0) >= HARDLY:
-                return (
-                    f"Leave the trainer a core of its own (trainer.cores, and run.cores for the orchestrator and the scorers): it was ready"
-                    f" for {share(measures.trainer_core_wait_s, measures.window_s)} while others had its core."
-                )
+            if advice := _advice_on_cores(measures, tables):
+                return advice
             if full := _full_machine(measures, tables):
                 return f"{full}: a larger machine, a smaller model or fewer tokens a step would help, another rank would not."
             if factor is None:
@@ -208,6 +205,18 @@ def _advice(measures: Measures, limiter: Limiter, factor: float | None, tables: 
             )
         case Limiter.UNKNOWN:
             return ""
+
+
+def _advice_on_cores(measures: Measures, tables: Tables) -> str:
+    """What to do about a trainer whose core others have for long; empty where they do not, or where no core is left."""
+    if (measures.trainer_fraction(measures.trainer_core_wait_s) or 0.0) < HARDLY:
+        return ""
+    if _full_machine(measures, tables) and not tables.run.machine.get("devices"):
+        return ""
+    return (
+        "Leave the trainer a core of its own (trainer.cores, and run.cores for the orchestrator and the scorers): it was ready for"
+        f" {share(measures.trainer_core_wait_s, measures.window_s)} while others had its core."
+    )
 
 
 def _roles(tables: Tables) -> str:

@@ -1,5 +1,6 @@
 """The diagnosis names the part that was made slow, by how much, and shows arithmetic that adds up."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -236,6 +237,10 @@ def test_a_machine_that_is_full_is_not_told_to_start_more(tmp_path: Path) -> Non
     assert _changed(tmp_path / "a", slow_trainer, run=full).advice.startswith(
         "The machine's 2 cores are taken by 1 engine and 1 trainer rank"
     )
+    held_up = dataclasses.replace(slow_trainer, core_wait_s=0.6)
+    assert _changed(tmp_path / "held up", held_up, run=full).advice.startswith("The machine's 2 cores are taken by")
+    on_devices: dict[str, object] = {"machine": {"cores": 16, "devices": 2}}
+    assert "a core of its own" in _changed(tmp_path / "on devices", held_up, run=on_devices).advice
     advice = _changed(tmp_path / "b", slow_engine, run=full).advice
     assert advice.startswith("The machine's 2 cores are taken by 1 engine and 1 trainer rank: another engine needs a larger machine")
     assert "(trainer.ranks)" in _changed(tmp_path / "c", slow_trainer, run={"machine": {"cores": 16, "devices": 0}}).advice
