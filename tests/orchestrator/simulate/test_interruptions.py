@@ -11,13 +11,13 @@ import pytest
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.interruptions import interrupt, wakings
 from orchestrator.simulate.run import simulate
-from orchestrator.simulate.trainer import Trainer
 from orchestrator.simulate.world import TrainerWorld
 from tests.orchestrator.simulate.test_run import MANY
 from tests.orchestrator.simulate.test_trainer import sample, trainer_of
 from tests.orchestrator.simulate.worlds import BUSY, config
 
 WORLD = TrainerWorld(token_s=1.0, answer_s=2.0, wake_s=0.5)
+"""Answers take 2 s each, a waking half a second."""
 
 
 def test_what_comes_within_a_millisecond_of_the_one_before_is_one_waking():
@@ -28,23 +28,19 @@ def test_completions_and_answers_wake_up_others():
     assert wakings([1.0, 2.0], [1.0002, 1.0004]).tolist() == [1.0, 1.0002, 2.0]
 
 
-def joined(world: TrainerWorld, events: Events, *, has_replies: bool = True) -> tuple[Trainer, Any, Any, list[tuple[float, str]]]:
-    trainer, heard = trainer_of(world, events), list[tuple[float, str]]()
-    generation: Any = SimpleNamespace(
-        on_finished=lambda what: heard.append((events.now_s, what)),
-        replies=SimpleNamespace(on_done=lambda: None) if has_replies else None,
-    )
-    scoring: Any = SimpleNamespace(on_scored=lambda what: heard.append((events.now_s, what)))
-    interrupt(trainer, world, generation=generation, scoring=scoring)
-    return trainer, generation, scoring, heard
-
-
 def test_completions_scores_and_replies_hold_up_the_trainer_while_it_works():
     """A row of 9 + 3 tokens takes 12 s. Two completions at 1 s wake others up once, 0.5 s. Two scores and a reply at 2 s wake them up once
     and take 2 s each. A score at 18 s takes 2.5 s more: 12 + 0.5 + 6.5 + 2.5 in all. What comes at 30 s holds up nobody.
     """
-    events = Events()
-    trainer, generation, scoring, heard = joined(WORLD, events)
+    events, heard = Events(), list[tuple[float, str]]()
+    trainer = trainer_of(WORLD, events)
+
+    def hear(what: str) -> None:
+        heard.append((events.now_s, what))
+
+    generation: Any = SimpleNamespace(on_finished=hear, replies=SimpleNamespace(on_done=lambda: None))
+    scoring: Any = SimpleNamespace(on_scored=hear)
+    interrupt(trainer, WORLD, generation=generation, scoring=scoring)
     spans: list[tuple[str, float, float]] = []
     trainer.on_span = lambda *span: spans.append(span)
     for t in (1.0, 1.0, 30.0):
@@ -59,9 +55,11 @@ def test_completions_scores_and_replies_hold_up_the_trainer_while_it_works():
 
 
 def test_a_trainer_with_a_core_of_its_own_hears_of_nothing():
-    events = Events()
-    _, generation, scoring, _ = joined(TrainerWorld(token_s=1.0), events, has_replies=False)
-    assert "both" not in generation.on_finished.__name__ + scoring.on_scored.__name__
+    world = TrainerWorld(token_s=1.0)
+    generation: Any = SimpleNamespace(on_finished=print, replies=None)
+    scoring: Any = SimpleNamespace(on_scored=print)
+    interrupt(trainer_of(world, Events()), world, generation=generation, scoring=scoring)
+    assert (generation.on_finished, scoring.on_scored) == (print, print)
 
 
 def test_a_simulated_run_lasts_longer_for_the_answers_that_come_while_the_trainer_works():
