@@ -2,9 +2,9 @@
 
 A job of a kind runs at 1 / (1 + sum of `slowdowns[kind, other kind]`) of its full speed, over the other jobs of its own kind that are under
 way, and once over every other kind of which any is: 0.4 for ("engine", "trainer") says that a pass lasts 1.4 times as long while the
-trainer works. Jobs of a kind wait for each other, as two engines on one core do, but slow down others no more than one of them: a trainer's
-steps lasted 1.17 times as long beside one engine at work, and 1.20 beside two. On GPUs every part has a device of its own, and there are no
-slowdowns.
+trainer works. Jobs of a kind wait for each other, as two engines on one core do, but slow down others no more than one of them. On GPUs
+every part has a device of its own, and there are no slowdowns.
+
 Speeds change only when a job begins or ends, so the end of each is computed, and moved when its speed changes.
 """
 
