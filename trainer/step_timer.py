@@ -12,7 +12,9 @@ from pipelinerl.observe.journal import Journal
 from trainer.data.loader import RowLoader
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
-"""Of Linux, about the thread that reads it: nanoseconds on a core, nanoseconds for which it waited for one, and how often it got one."""
+"""Of Linux, about the thread that reads it: nanoseconds on a core, nanoseconds for which it waited for one, and how often it got one; all 0
+where the kernel does not count.
+"""
 
 
 class StepTimer:
@@ -50,7 +52,9 @@ class StepTimer:
 
 
 def _core_wait_s() -> float | None:
+    """Return the seconds for which this thread has waited for a core; None where the system does not count them."""
     try:
-        return 1e-9 * int(_SCHEDSTAT.read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError):
+        _, waited, num_times = map(int, _SCHEDSTAT.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
         return None
+    return 1e-9 * waited if num_times else None

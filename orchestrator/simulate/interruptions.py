@@ -3,7 +3,7 @@ environment's reply), and each time that they wake up, for completions or for an
 
 On two cores, engines on one and all else on the other, an answer took 0.5 ms and a waking 1.1: a trainer whose caches others use meanwhile
 was held up by 0.9 ms for a score where a pass ended several rollouts and they were scored together, by 1.6 where rewards slept and came one
-by one, and by 2.3 where rollouts ended one by one, too. Five of ten steps lasted 1.1 to 1.3 times as long for it.
+by one, and by 2.3 where rollouts ended one by one, too. Steps beside engines at work lasted 1.1 to 1.3 times as long for it.
 """
 
 from __future__ import annotations

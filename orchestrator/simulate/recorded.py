@@ -177,18 +177,6 @@ def read_journal(run_folder: Path, until_s: float = math.inf, *, since_s: float 
 
 def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float = -math.inf) -> RunRollouts:
     """Read the ledger of a run from `since_s` on, as it was at `until_s`. Raises `DataError` where there is none."""
-    path = run_folder / "ledger.sqlite"
-    if not path.is_file():
-        raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        began_s, unix_s = database.execute(
-            "SELECT t, json_extract(data, '$.unix_s') FROM events WHERE kind = 'began' ORDER BY seq"
-        ).fetchone()
-        events = database.execute(
-            "SELECT kind, t, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
-            " ('issued', 'generated', 'scored', 'assigned', 'closed', 'early_stop', 'observed') AND t >= ? ORDER BY seq",
-            (since_s - unix_s + began_s,),
-        ).fetchall()
     lengths: dict[str, int] = {}
     truncated: set[str] = set()
     rewards: dict[str, float] = {}
@@ -201,29 +189,24 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
     replies: collections.Counter[int] = collections.Counter()
     completed: list[float] = []
     answered: list[float] = []
-    num_scored = 0
     waits_s: list[float] = []
     counts = {"failed": 0, "early_stop": 0}
-    for kind, t, name, reason, reward, num_tokens, peer, step, num_rows in events:
-        at_s = t - began_s + unix_s
-        if at_s > until_s:
-            continue
+    for kind, at_s, name, reason, reward, num_tokens, peer, step, num_rows in _events(run_folder, since_s, until_s):
         match kind:
             case "issued":
                 issued.setdefault(int(peer.partition("-")[2]), []).append((at_s, int(name.partition("/")[0])))
             case "generated":
-                ended[name] = t
+                ended[name] = at_s
                 completed.append(at_s)
                 if reason in ("stop", "length") and num_tokens:
                     lengths[name] = num_tokens
                     (truncated.add if reason == "length" else truncated.discard)(name)
             case "scored":
                 answered.append(at_s)
-                num_scored += 1
                 counts["failed"] += reward is None and not reason.startswith("stopped")
                 if reward is not None:
                     rewards[name] = reward
-                waits_s.append(t - ended.get(name, t))
+                waits_s.append(at_s - ended.get(name, at_s))
             case "assigned":
                 replies[step] += turns.get(name, 1) - 1
                 trained.setdefault(step, []).append(name)
@@ -248,9 +231,23 @@ def read_ledger(run_folder: Path, until_s: float = math.inf, *, since_s: float =
         answered=answered,
         waits_s=waits_s,
         group_size=max((int(name.partition("/")[2]) + 1 for name in lengths), default=1),
-        num_scored=num_scored,
+        num_scored=len(waits_s),
         num_failed=counts["failed"],
         num_hopeless=counts["early_stop"],
         turns={name: turns.get(name, 1) for name in lengths} if turns else {},
         replies=replies,
     )
+
+
+def _events(run_folder: Path, since_s: float, until_s: float) -> list[tuple[Any, ...]]:
+    """Return a ledger's events between two moments (Unix seconds), in order, as (kind, Unix seconds, and the columns selected below)."""
+    path = run_folder / "ledger.sqlite"
+    if not path.is_file():
+        raise DataError(f"no ledger at {path}: the lengths of a run's rollouts are in it")
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        (offset_s,) = database.execute("SELECT json_extract(data, '$.unix_s') - t FROM events WHERE kind = 'began' ORDER BY seq").fetchone()
+        return database.execute(
+            "SELECT kind, t + ?1, rollout_id, reason, reward, num_tokens, peer, step, num_rows FROM events WHERE kind IN"
+            " ('issued', 'generated', 'scored', 'assigned', 'closed', 'early_stop', 'observed') AND t + ?1 BETWEEN ?2 AND ?3 ORDER BY seq",
+            (offset_s, since_s, until_s),
+        ).fetchall()

@@ -14,15 +14,15 @@ which is not that of what they work beside, they count once (`cores`).
 
 The trainer waits for its core where orchestrator, scorers and rewards share it: for each answer (a score, or an environment's reply) and
 each time that they wake up (`interruptions`). The n seconds, which others of the machine take, count as its work. Runs of older versions do
-not say how long it waited, and are learned from as if it never had.
+not say how long it waited: they are taken to have waited as those beside them, or never where none says so.
 
 The trainer's errors are relative: what makes a step longer makes a long one so many times as long. Each run's trainer has a speed of its
 own, all of them 1 in the geometric mean: between two runs the machine may differ by more than what is beside the trainer changes, and
 within one, steps with and without it tell that. One speed for all foretold two engines' lead over the trainer a quarter too low.
 
 f is linear between 0 and powers of two of sequences, as far as reports tell of them, and falls nowhere. Coefficients are least squares,
-none below 0. s, u and w are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass
-beside a forward pass that is computed twice and a backward pass of twice its operations, to 1.
+none below 0. s, u and w are searched from 0 to 3, one after another until none changes; v from 1/4, a forward pass beside a forward pass
+that is computed twice and a backward pass of twice its operations, to 1.
 
 One run may tell little apart: where an engine always has 64 sequences, a pass and its tokens cost the same whatever each of them is. So the
 coefficients are fitted to all runs together.
@@ -216,7 +216,7 @@ class _Step(NamedTuple):
     seconds: Any
     """Of forward and backward passes."""
     waited: Any
-    """Part of these in which the trainer waited for its core."""
+    """Part of these in which the trainer waited for its core; NaN where the run does not say."""
     rows: Any
     computed: Any
     """Tokens that the trainer computed."""
@@ -243,8 +243,11 @@ def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str
         raise DataError("the steps of the journal say nothing of forward_backward_s: the run is older than this version can learn from")
     steps, number = _Step(*np.array([step for each in found for step in each]).T), np.repeat(np.arange(len(found)), [*map(len, found)])
     waits = np.column_stack([steps.answers, steps.wakings, steps.prm, np.ones(len(number))])
-    answer_s, wake_s, prm_part, other_part = least_squares(waits, steps.waited).tolist()
-    seconds, beside = steps.seconds * (1 + other_part - steps.waited), np.column_stack([steps.engines, steps.prm])
+    told = np.isfinite(steps.waited)
+    learned = least_squares(waits[told], steps.waited[told])
+    answer_s, wake_s, prm_part, other_part = learned.tolist()
+    own_part = 1 + other_part - np.where(told, steps.waited, waits @ learned)
+    seconds, beside = steps.seconds * own_part, np.column_stack([steps.engines, steps.prm])
     fits: dict[float, tuple[float, Numbers, tuple[float, ...]]] = {}
     for part in _FORWARD_PARTS.tolist() if steps.without.mean() > _FEWEST_WITHOUT else [1.0]:
         computed = 1 - (1 - part) * steps.without
@@ -260,7 +263,7 @@ def trainer_of_runs(runs: Sequence[RecordedRun]) -> tuple[TrainerWorld, dict[str
         forward_part=forward_part,
         answer_s=answer_s,
         wake_s=wake_s,
-        step_s=max(0.0, float((steps.rest_s * (1 + other_part - steps.waited)).mean())) / (1 + float(beside.mean(0) @ (engine, prm))),
+        step_s=max(0.0, float((steps.rest_s * own_part).mean())) / (1 + float(beside.mean(0) @ (engine, prm))),
         checkpoint_s=statistics.median(saved) if saved else 0.0,
     )
     return world, {"trainer/engine": engine, "trainer/prm": (1 + prm) / (1 - min(prm_part, _MOST_WAITED)) - 1}
@@ -282,7 +285,7 @@ def _steps(run: RecordedRun) -> Iterator[_Step]:
         apart = sum(after["trainer"].get(f"{name}_s") or 0.0 for name in ("forward_backward", "wait", "publish", "checkpoint"))
         yield _Step(
             seconds=seconds / slowness,
-            waited=after["trainer"].get("core_wait_s", 0.0) / seconds,
+            waited=after["trainer"].get("core_wait_s", math.nan) / seconds,
             rows=rollouts.rows.get(after["step"], 1),
             computed=_num_computed(after, rollouts, reply_tokens),
             squares=_squares(after, rollouts, prompt_tokens, reply_tokens),

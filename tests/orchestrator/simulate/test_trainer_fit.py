@@ -112,6 +112,20 @@ def test_what_holds_up_the_trainer_is_told_apart_by_how_long_it_waited_for_its_c
     assert slowdowns["trainer/engine"] == 0.0
 
 
+def test_a_trainer_that_hardly_gets_its_core_is_slowed_about_tenfold():
+    """Of steps 1.2 times the time is waited for in which a process reward model worked, as where its reports miss some of it: 0.9 of it is
+    taken, and what others have of the core besides, which longer steps have more of, is the trainer's.
+    """
+    _, slowdowns = trainer_of_runs([run_that_waits(prm_part=1.2)])
+    assert 10 - 1 <= slowdowns["trainer/prm"] < 12 - 1
+
+
+def test_a_run_that_does_not_say_how_it_waited_is_taken_to_have_waited_as_the_one_beside_it():
+    trainer, _ = trainer_of_runs([run_that_waits(), run_that_waits(tells=False)])
+    assert (trainer.answer_s, trainer.wake_s) == pytest.approx((1e-3, 2e-3), rel=1e-3)
+    assert trainer.row_s + 12 * trainer.token_s == pytest.approx(0.2, rel=0.025)
+
+
 def test_a_longer_step_that_waited_for_nothing_is_blamed_on_no_score():
     """The same seconds of a run of an older version, which does not say what they were."""
     trainer, _ = trainer_of_runs([run_that_waits(tells=False)])
