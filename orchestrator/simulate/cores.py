@@ -92,5 +92,6 @@ class Job:
         self._event = self._cores.events.after(max(0.0, self.seconds - self._done_s) / self._speed, self._end)
 
     def _end(self) -> None:
+        self._event.cancel()  # it refers to this job, and would keep both until a collection of garbage, a quarter of a long simulation
         self._cores.ended(self)
         self._act()

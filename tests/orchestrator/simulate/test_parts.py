@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from orchestrator.rules.batch import BatchCut
 from orchestrator.simulate.books import Books
-from orchestrator.simulate.cores import Cores
+from orchestrator.simulate.cores import Cores, Job
 from orchestrator.simulate.draws import Distribution, Workload, fixed, recorded
 from orchestrator.simulate.events import Events
 from orchestrator.simulate.links import Link
@@ -69,6 +70,24 @@ def test_work_beside_two_others_of_a_kind_is_slowed_down_once_and_they_slow_down
     for name, kind, seconds in (("short", "engine", 1.0), ("long", "engine", 3.0), ("trainer", "trainer", 2.0)):
         cores.start(kind, seconds, lambda name=name: ended.__setitem__(name, events.now_s))
     assert run(events, ended, 3) == {"short": pytest.approx(2.0), "trainer": pytest.approx(3.0), "long": pytest.approx(4.0)}
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_job_that_is_over_is_kept_by_nothing(is_given_up: bool):
+    """A million of them would else wait for a collection of garbage."""
+    events = Events()
+    cores = Cores(events, slowdowns={("trainer", "engine"): 0.5})
+    gc.collect()
+    gc.disable()
+    try:
+        job, other = cores.start("trainer", 4.0, lambda: None), cores.start("engine", 1.0, lambda: None)
+        if is_given_up:
+            job.cancel()
+        events.run(until=lambda: events.now_s >= (1.0 if is_given_up else 4.3), limit_s=1e6)
+        del job, other
+        assert not [one for one in gc.get_objects() if isinstance(one, Job)]
+    finally:
+        gc.enable()
 
 
 def test_calls_beyond_the_slots_wait_in_order():
