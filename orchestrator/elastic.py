@@ -13,7 +13,7 @@ from orchestrator.rules.role_window import RoleWindow
 from orchestrator.rules.roles import Layout, Pool, Roles
 from orchestrator.stages.role_changes import RoleChanges
 from pipelinerl.config import Config
-from pipelinerl.config.scaling import Units, scoring_of, units_of
+from pipelinerl.config.scaling import Units, elastic_sizes, scoring_of, units_of
 from pipelinerl.runtime.membership import ScaleRequest
 
 WINDOW_STEPS = 2
@@ -26,14 +26,14 @@ def role_changes_of(parts: Parts, pipeline: Pipeline) -> RoleChanges:
     """Return what drives the roles of a run whose settings say that they are elastic (`pipeline.elastic`)."""
     config = parts.config
     scoring = scoring_of(config.prm, config.reward)
-    width = config.engine.num_ranks
-    units = units_of(config.engine, config.trainer.layout, scoring, least_ranks=config.trainer.least_ranks)
+    sizes = elastic_sizes(config.engine, config.pipeline)
+    units = units_of(config.engine, config.trainer.layout, scoring, least_ranks=config.trainer.least_ranks, sizes=sizes)
     models = {one.membership.kind: one for one in (parts.prm, *parts.reward_models) if one is not None and one.membership.kind in scoring}
     changing = models.pop(units.scored_by, None)
     count, _ = scoring.get(units.scored_by, (0, 1))
     began = Layout(
-        engines=config.engine.count // units.engines,
-        width=width,
+        engines=config.engine.count // units.engines(config.engine.tensor_parallel_size),
+        width=config.engine.num_ranks,
         trainers=(config.trainer.ranks - units.core_ranks) // units.devices,
         scorers=(count - units.core_scorers) // units.scorers if changing else 0,
     )
@@ -41,9 +41,10 @@ def role_changes_of(parts: Parts, pipeline: Pipeline) -> RoleChanges:
     membership, earlier = parts.membership, parts.given.scale.roles()
     num_scorers = changing.membership.num_wanted if changing else 0
     ranks = parts.trainer_change.record.wanted  # an earlier orchestrator may have been asked
-    wanted = Orders(membership.num_wanted, ranks, num_scorers, units.scored_by)
-    roles = Roles(_pool(parts, units, changing), layout_of(wanted, units, width=width) or began, window_steps=WINDOW_STEPS)
-    rule = RoleOrders(roles, units, wanted=wanted, num_given_up=membership.num_given_up, now_s=parts.started_s)
+    size = membership.tensor_parallel_size or config.engine.tensor_parallel_size
+    wanted = Orders(membership.num_wanted, ranks, num_scorers, size, scored_by=units.scored_by)
+    roles = Roles(_pool(parts, units, changing), layout_of(wanted, units) or began, window_steps=WINDOW_STEPS)
+    rule = RoleOrders(roles, units, wanted=wanted, sizes=sizes, num_given_up=membership.num_given_up, now_s=parts.started_s)
     if earlier is not None:
         rule.restore(earlier)
     return RoleChanges(
@@ -59,7 +60,7 @@ def role_changes_of(parts: Parts, pipeline: Pipeline) -> RoleChanges:
         watch=parts.watch,
         journal=parts.given.journal,
         folder=parts.given.scale,
-        engines_of_unit=units.engines,
+        stages=units.stages,
         scorers_of_unit=units.scorers,
         drain_s=drain_s_of(config),
         missing_s=config.engine.ready_deadline_s,
@@ -77,9 +78,9 @@ def _pool(parts: Parts, units: Units, scoring: Prm | RewardModel | None) -> Pool
 
     def may_be(layout: Layout) -> bool:
         orders = orders_of(layout, units)
-        are_known = orders.engines + parts.membership.num_given_up <= config.engine.most
+        may_write = parts.membership.why_not(orders.engines + parts.membership.num_given_up, size=orders.tensor_parallel_size) is None
         may_score = scoring is None or scoring.membership.why_not(orders.scorers) is None
-        return are_known and may_score and may_train(orders.trainer)
+        return may_write and may_score and may_train(orders.trainer)
 
     return Pool(
         unit_devices=units.devices,

@@ -6,7 +6,8 @@ that the pass reads for it. Least squares, no coefficient below 0:
     seconds in passes = a * passes + b * tokens + c * tokens of context, summed over the sequences of each pass
 
 so that a pass for n sequences of m tokens takes a + b n + c n m. Where engines always run as many sequences, a and b cannot be told apart;
-then the fit is right for as many and a guess for others.
+then the fit is right for as many and a guess for others. What engines of more or fewer ranks would take is a guess (`DOUBLED`) until the
+run has had them.
 
 The simulator fits the engines of a recorded run with the same `least_squares` (`orchestrator.simulate.speeds`).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 
 import numpy as np
@@ -31,6 +33,10 @@ LEAST_PASSES = 3
 LEAST_KV = 0.05
 """Part of a KV cache in use from which on it says how many tokens the whole of it holds."""
 
+DOUBLED = 1.6
+"""Times by which a pass is taken to be quicker with twice the ranks, before it was seen: the ranks share every matrix, and wait for each
+other twice a layer. A larger value tries wider engines sooner; with 1 nobody finds out what they do."""
+
 Numbers = npt.NDArray[np.float64]
 
 
@@ -45,6 +51,11 @@ class PassSeconds:
     def __call__(self, num: float, context: float) -> float:
         """Return the seconds of one pass."""
         return self.a + self.b * num + self.c * num * context
+
+    def over(self, times: float) -> PassSeconds:
+        """Return a guess at the same with `times` as many ranks in an engine."""
+        part = DOUBLED ** -math.log2(times)
+        return PassSeconds(a=self.a * part, b=self.b * part, c=self.c * part)
 
 
 class PassProfile:

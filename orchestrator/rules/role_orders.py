@@ -4,6 +4,10 @@ A layout counts units, orders count engines, trainer ranks and engines or proces
 an order by hand is seen by its numbers: they are others than this rule's. It wins, whatever is under way: who gives it may know what no
 measurement says. After `HOLD_WINDOWS` windows the rule plans from what was asked for, which is its pool from then on.
 
+One order changes who has which devices, or the ranks of each engine (`tensor_parallel_size`), never both, as `pipelinerl scale` refuses
+both at once. What engines of ranks that the run has not had would do is a guess from those that it has; once it has had them, what they
+did is remembered, so that a guess which was wrong costs one change there and one back.
+
 Engines that are lost and given up (`rules.membership`) count in orders, since their places stay open, and not in layouts: the rule shares
 what there is.
 
@@ -15,12 +19,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.roles import Change, EngineProfile, Layout, Roles, Window
 from orchestrator.rules.switch_seconds import SwitchSeconds
 from pipelinerl.config.scaling import Units
-from pipelinerl.runtime.elastic_roles import RoleChange, RolesRecord
+from pipelinerl.runtime.elastic_roles import EnginePasses, RoleChange, RolesRecord
 
 FIRST_WINDOW = "how contexts drift shows with the next window"
 """Why a layout that would pay is not ordered."""
@@ -56,16 +64,19 @@ class Orders:
     """Ranks."""
     scorers: int = 0
     """Engines, or processes, of the model that scores; 0 where none change."""
+    tensor_parallel_size: int = 1
+    """Of each engine."""
     scored_by: str = ""
     """That model: `prm`, or the key of a reward model's section; see `Units`."""
 
     def __str__(self) -> str:
-        return f"engines={self.engines} trainer={self.trainer}" + (f" {self.scored_by}={self.scorers}" if self.scorers else "")
+        size = f" tensor_parallel_size={self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
+        return f"engines={self.engines}{size} trainer={self.trainer}" + (f" {self.scored_by}={self.scorers}" if self.scorers else "")
 
     @property
-    def numbers(self) -> tuple[int, int, int]:
+    def numbers(self) -> tuple[int, ...]:
         """Its numbers, in this order."""
-        return self.engines, self.trainer, self.scorers
+        return self.engines, self.trainer, self.scorers, self.tensor_parallel_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +92,7 @@ class Seen:
     is_away: bool
     """No trainer is there, as another one starts."""
     is_whole: bool
-    """It is settled, and every engine and replica that was asked for is there, but for those given up."""
+    """It is settled, and every engine and replica that was asked for is there, but for those given up, and no other."""
     is_short: bool = False
     """Nobody is missing but engines that are lost."""
     step: int
@@ -107,13 +118,20 @@ class Decision:
 class RoleOrders:
     """The orders of one run."""
 
-    def __init__(self, roles: Roles, units: Units, *, wanted: Orders, num_given_up: int = 0, now_s: float = 0.0) -> None:
-        """`wanted` is what the run was asked for when this orchestrator began, with engines that are given up."""
+    def __init__(
+        self, roles: Roles, units: Units, *, wanted: Orders, sizes: Sequence[int] = (), num_given_up: int = 0, now_s: float = 0.0
+    ) -> None:
+        """`wanted` is what the run was asked for when this orchestrator began, with engines that are given up; `sizes` are each
+        `tensor_parallel_size` that the rule may order, besides the present one.
+        """
         self.roles, self.seconds = roles, SwitchSeconds()
-        self._units, self._num_given_up = units, num_given_up
+        self._units, self._num_given_up, self._sizes = units, num_given_up, sorted({wanted.tensor_parallel_size, *sizes})
         self._ordered = self._before = wanted
         self._has_units = self._layout_of(wanted) is not None
         self._began_s = now_s
+        self._may_be = roles.pool.may_be
+        self._passes: dict[int, EnginePasses] = {}
+        """Of engines of each width that the run has had."""
 
     @property
     def may_plan(self) -> bool:
@@ -145,6 +163,7 @@ class RoleOrders:
             num_switches=seconds.num,
             switches_s=seconds.switches_s,
             away_s=seconds.all_away_s,
+            passes={width: msgspec.structs.replace(one, slowness=roles.slowness.get(width)) for width, one in self._passes.items()},
         )
 
     def restore(self, earlier: RolesRecord) -> None:
@@ -152,9 +171,12 @@ class RoleOrders:
         self.seconds = SwitchSeconds(
             first_s=earlier.first_s, num=earlier.num_switches, switches_s=earlier.switches_s, away_s=earlier.away_s
         )
-        self._ordered = Orders(*earlier.ordered, self._units.scored_by)
+        self._passes = dict(earlier.passes)
+        self.roles.slowness = {width: one.slowness for width, one in self._passes.items() if one.slowness is not None}
         change = earlier.change
-        self._before = self._ordered if change is None else Orders(*change.before, self._units.scored_by)
+        self._before = self._ordered = self._orders_of(earlier.ordered)
+        if change is not None:
+            self._before = self._orders_of(change.before)
         layout, after = self._layout_of(self._before), self._layout_of(self._ordered)
         self._has_units = layout is not None
         if layout is None:
@@ -185,20 +207,50 @@ class RoleOrders:
         is_late = seen.is_settled and seen.now_s - self._began_s > change.deadline_s  # a trainer that changes has deadlines of its own
         return self._late(change, seen) if is_late else None
 
-    def plan(self, seen: Seen, window: Window, passes_s: PassSeconds, *, slots: int, room: float) -> Decision | None:
-        """Return what a window that has ended says; None where nothing is to be planned."""
+    @property
+    def engines_of_unit(self) -> int:
+        """Engines that a unit holds now."""
+        return self._units.engines(self._size(self.roles.layout))
+
+    def plan(self, seen: Seen, window: Window, passes: Mapping[int, EnginePasses], *, slots: int) -> Decision | None:
+        """Return what a window that has ended says; None where nothing is to be planned. `passes` are those of engines of each width that
+        were seen, the present one among them, and every engine decodes `slots` sequences at once.
+        """
         if not self.may_plan or not self.roles.is_due(seen.step):
             return None
-        width = self.roles.layout.width
-        profile = EngineProfile(pass_s=passes_s, slots=slots, room=room)
-        seconds = {"switch_s": self.seconds.switch_s, "away_s": self.seconds.away_s}
-        self.roles.pool = dataclasses.replace(self.roles.pool, profiles={width: profile}, **seconds)
+        self._passes |= passes
+        self.roles.pool = dataclasses.replace(
+            self.roles.pool,
+            profiles={size * self._units.stages: self._profile(size * self._units.stages, slots) for size in self._sizes},
+            switch_s=self.seconds.switch_s,
+            away_s=self.seconds.away_s,
+            may_be=lambda layout: self._is_one_order(layout) and self._may_be(layout),
+        )
         change = self.roles.plan(seen.step, window)
         if change is not None:
             return self._begin(change, self.orders(change.after), seen, Word.BEGINS)
         assert self.roles.weighed is not None, "it was due, and there was a window"
         reason = FIRST_WINDOW if self.roles.weighed.pays and self.roles.is_first_window else ""
         return Decision(word=Word.STAYS, now=self._ordered, then=self.orders(self.roles.weighed.then), reason=reason)
+
+    def _profile(self, width: int, slots: int) -> EngineProfile:
+        """Return what engines of so many ranks do; where the run has had none, a guess from those that it has."""
+        present = self.roles.layout.width
+        seen, is_guess = self._passes.get(width) or self._passes[present], width not in self._passes
+        passes_s, times = PassSeconds(a=seen.a, b=seen.b, c=seen.c), width / present if is_guess else 1.0
+        return EngineProfile(pass_s=passes_s.over(times), slots=slots, room=math.inf if seen.room is None else seen.room * times)
+
+    def _is_one_order(self, layout: Layout) -> bool:
+        now = self.roles.layout
+        has_other_roles = (layout.trainers, layout.scorers) != (now.trainers, now.scorers)
+        return layout.width == now.width or not (has_other_roles or self._num_given_up)
+
+    def _size(self, layout: Layout) -> int:
+        return layout.width // self._units.stages
+
+    def _orders_of(self, numbers: tuple[int, ...]) -> Orders:
+        engines, trainer, scorers, *size = numbers  # earlier releases had no rule that changes it
+        return Orders(engines, trainer, scorers, *(size or [self._ordered.tensor_parallel_size]), scored_by=self._units.scored_by)
 
     def _begin(self, change: Change, orders: Orders, seen: Seen, word: Word) -> Decision:
         now = self._before = self._ordered
@@ -245,24 +297,27 @@ class RoleOrders:
 
     def _layout_of(self, orders: Orders) -> Layout | None:
         there = dataclasses.replace(orders, engines=orders.engines - self._num_given_up)
-        return layout_of(there, self._units, width=self.roles.layout.width)
+        return layout_of(there, self._units)
 
 
 def orders_of(layout: Layout, units: Units) -> Orders:
     """Return the orders that make a layout."""
     scorers = units.core_scorers + layout.scorers * units.scorers
-    return Orders(layout.engines * units.engines, units.core_ranks + layout.trainers * units.devices, scorers, units.scored_by)
+    size = layout.width // units.stages
+    ranks = units.core_ranks + layout.trainers * units.devices
+    return Orders(layout.engines * units.engines(size), ranks, scorers, size, scored_by=units.scored_by)
 
 
-def layout_of(orders: Orders, units: Units, *, width: int) -> Layout | None:
+def layout_of(orders: Orders, units: Units) -> Layout | None:
     """Return the layout that orders make; None where they are no whole units."""
+    width = orders.tensor_parallel_size * units.stages
     further, scorers = orders.trainer - units.core_ranks, orders.scorers - units.core_scorers
-    if orders.engines < 1 or min(further, scorers) < 0:
+    if orders.engines < 1 or min(further, scorers) < 0 or units.devices % width:
         return None
-    if orders.engines % units.engines or further % units.devices or (units.scorers and scorers % units.scorers):
+    if orders.engines * width % units.devices or further % units.devices or (units.scorers and scorers % units.scorers):
         return None
     return Layout(
-        engines=orders.engines // units.engines,
+        engines=orders.engines * width // units.devices,
         width=width,
         trainers=further // units.devices,
         scorers=scorers // units.scorers if units.scorers else 0,

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from orchestrator.rules.pass_profile import PassProfile, PassSeconds
 from orchestrator.rules.roles import Window
 from pipelinerl.messages import EngineLoad
+from pipelinerl.runtime.elastic_roles import EnginePasses
 
 SILENT_S = 5.0
 """Seconds without a report of an engine, which sends one each second, or a sign of the trainer, which gives one every two, from which on a
@@ -56,11 +57,12 @@ class _Engine:
 
 
 class RoleWindow:
-    """One window after the other, of one run; the profile of a pass is fitted to all of them."""
+    """One window after the other, of one run; the profiles of a pass, one for each width of engines, are fitted to all of them."""
 
     def __init__(self, *, slots: int, least_steps: int = 1) -> None:
         """Engines decode `slots` sequences at once; a window has `least_steps` steps at least."""
-        self.profile = PassProfile()
+        self.profiles: dict[int, PassProfile] = {}
+        """By the ranks of an engine."""
         self.slots, self._least_steps = slots, least_steps
         self.began: Counts | None = None
         """What was counted when the window began; None where none has."""
@@ -83,8 +85,8 @@ class RoleWindow:
         """Give the window up: the layout is not whole any more, or figures are missing."""
         self.began = None
 
-    def reported(self, load: EngineLoad, *, now_s: float) -> None:
-        """Take a report of an engine. One that has started again begins to count anew."""
+    def reported(self, load: EngineLoad, *, width: int, now_s: float) -> None:
+        """Take a report of an engine of so many ranks. One that has started again begins to count anew."""
         engine = self._engines.get(load.engine_id)
         if engine is None or load.num_steps < engine.last.num_steps or load.idle_s < engine.last.idle_s:
             self._engines[load.engine_id] = _Engine(last=load, last_s=now_s)
@@ -94,7 +96,7 @@ class RoleWindow:
             self._engines[load.engine_id] = _Engine(last=load, last_s=now_s)
             self.stop()
             return
-        self.profile.reported(before, load)
+        self.profiles.setdefault(width, PassProfile()).reported(before, load)
         engine.passes += load.num_steps - before.num_steps
         engine.tokens += load.num_tokens - before.num_tokens
         engine.context += load.num_context_tokens - before.num_context_tokens
@@ -131,13 +133,23 @@ class RoleWindow:
         """Return how long the window has lasted."""
         return 0.0 if self.began is None else now_s - self.began.now_s
 
+    def passes(self) -> dict[int, EnginePasses]:
+        """Return what is known of the passes of engines, by their ranks."""
+        fitted = {width: (profile, profile.fit()) for width, profile in self.profiles.items()}
+        return {
+            width: EnginePasses(a=found.a, b=found.b, c=found.c, room=None if math.isinf(profile.room) else profile.room)
+            for width, (profile, found) in fitted.items()
+            if found is not None
+        }
+
     def window(
-        self, counts: Counts, *, engines_of_unit: int, scorers_of_unit: int = 0, others: Sequence[int] = ()
+        self, counts: Counts, *, width: int, engines_of_unit: int, scorers_of_unit: int = 0, others: Sequence[int] = ()
     ) -> tuple[Window, PassSeconds] | None:
-        """Return what the window has shown, and an engine's passes; None where too little has happened in it. `others` are the engines or
-        processes of each model that scores and does not change.
+        """Return what the window has shown, and the passes of engines, which have `width` ranks each; None where too little has happened in
+        it. `others` are the engines or processes of each model that scores and does not change.
         """
-        passes_s, began = self.profile.fit(), self.began
+        profile, began = self.profiles.get(width), self.began
+        passes_s = profile and profile.fit()
         engines = [engine for engine in self._engines.values() if engine.passes]
         passes, tokens, context = (sum(getattr(one, name) for one in engines) for name in ("passes", "tokens", "context"))
         if began is None or passes_s is None or self._num_steps < self._least_steps:

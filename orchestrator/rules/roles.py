@@ -233,7 +233,7 @@ class Roles:
         self._least_steps = self._window_steps = window_steps
         self.drift = Drift()
         """Of contexts, whatever the layout is."""
-        self._slowness: dict[int, float] = {}
+        self.slowness: dict[int, float] = {}
         """By the width of engines, as last seen."""
 
     @property
@@ -315,12 +315,12 @@ class Roles:
         if window.trainer_wait > LEAST_WAIT > window.held_back and window.written_rate > 0:
             alone = dataclasses.replace(window, slowness=1.0, replica_rate=math.inf, scorer_rate=None, scored_most=None)
             slowness = max(slowness, speed(self.layout, self.pool, alone) / window.written_rate)
-        self._slowness[self.layout.width] = slowness
+        self.slowness[self.layout.width] = slowness
 
     def _speed(self, layout: Layout, window: Window) -> float:
-        slowness, present = self._slowness.get(layout.width, window.slowness), self.layout.width
+        slowness, present = self.slowness.get(layout.width, window.slowness), self.layout.width
         if layout.width < present:  # narrower engines have fewer sequences each, so they are no more even
-            slowness = max(slowness, self._slowness[present])
+            slowness = max(slowness, self.slowness[present])
         return speed(layout, self.pool, dataclasses.replace(window, slowness=slowness))
 
     def _begin(self, after: Layout, *, saved_s: float, cost_s: float, step_s: float) -> Change:

@@ -15,7 +15,7 @@ from orchestrator.simulate.roles import Elastic
 from orchestrator.simulate.world import EngineWorld, ScoringWorld, SyncWorld, TrainerWorld, World, block_tokens_of
 from pipelinerl.algorithms.methods import method_of
 from pipelinerl.config import Config
-from pipelinerl.config.scaling import units_of
+from pipelinerl.config.scaling import elastic_sizes, units_of
 from pipelinerl.planning.formulas import SHEET
 from pipelinerl.planning.inputs import TRANSPORTS, gpu_inputs, run_inputs
 from pipelinerl.planning.plan import model_of, parameters_of
@@ -41,12 +41,13 @@ def world_of_plan(config: Config, *, gpu: str, given: Mapping[str, float]) -> Wo
 
 def elastic_of_plan(config: Config, *, gpu: str, given: Mapping[str, float], switch_s: float, whole: int = 1) -> Elastic:
     """Return the devices of a run that may change roles, as far as a plan says what they then do: the units of a live run
-    (`pipelinerl.config.scaling`), in multiples of `whole` devices. As there, the trainer starts again with each change of its ranks. Raises
-    `ConfigError`.
+    (`pipelinerl.config.scaling`), in multiples of `whole` devices, with engines of every width that divides one. As there, the trainer
+    starts again with each change of its ranks. Raises `ConfigError`.
     """
     inputs, _ = _planned(config, gpu=gpu, given=given)
     trainer, width = config.trainer, config.engine.num_ranks
-    units = units_of(config.engine, trainer.layout, least_ranks=trainer.least_ranks, whole=whole)
+    sizes = elastic_sizes(config.engine, config.pipeline)
+    units = units_of(config.engine, trainer.layout, least_ranks=trainer.least_ranks, sizes=sizes, whole=whole)
     unit = units.devices
     each = {"engine_pipeline": 1.0, "engines": 1.0}
     engines: dict[int, EngineWorld] = {}

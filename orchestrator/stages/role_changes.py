@@ -54,7 +54,8 @@ class RoleChanges:
     watch: Watch
     journal: Journal
     folder: ScaleFolder
-    engines_of_unit: int
+    stages: int
+    """Ranks of an engine for each of its `tensor_parallel_size`."""
     scorers_of_unit: int
     drain_s: float
     """Seconds that engines which leave may take to end what they have."""
@@ -104,9 +105,10 @@ class RoleChanges:
         elif boundary is not None and window.began is None:
             window.begin(boundary)
         elif boundary is not None and window.seconds(boundary.now_s) >= WINDOW_SWITCHES * seconds.switch_s:
-            of_unit = {"engines_of_unit": self.engines_of_unit, "scorers_of_unit": self.scorers_of_unit}
-            found = window.window(boundary, **of_unit, others=[len(list(model)) for model in self.others])
-            if found is None or (decision := self.rule.plan(seen, *found, slots=window.slots, room=window.profile.room)) is None:
+            of_unit = {"engines_of_unit": self.rule.engines_of_unit, "scorers_of_unit": self.scorers_of_unit}
+            others = [len(list(model)) for model in self.others]
+            found = window.window(boundary, width=self.rule.roles.layout.width, **of_unit, others=others)
+            if found is None or (decision := self.rule.plan(seen, found[0], window.passes(), slots=window.slots)) is None:
                 return None
             window.begin(boundary)
             self._told = self._figures(*found)
@@ -115,16 +117,18 @@ class RoleChanges:
 
     def _seen(self) -> Seen:
         record, membership = self.change.record, self.engines.membership
-        is_settled = record.phase is Phase.SETTLED
+        is_settled, size = record.phase is Phase.SETTLED, membership.tensor_parallel_size or 1
         missing, has_trainer = membership.missing(), self.training.session.is_whole
         has_scorers = not any(model.membership.missing() for model in self._models)
+        num_scorers, scored_by = self._wanted_scorers
+        are_others = has_trainer and has_scorers and membership.is_of_one_width
         return Seen(
-            wanted=Orders(membership.num_wanted, record.wanted, *self._wanted_scorers),
+            wanted=Orders(membership.num_wanted, record.wanted, num_scorers, size, scored_by=scored_by),
             num_given_up=membership.num_given_up,
             is_settled=is_settled,
             is_away=record.phase is Phase.STARTING,
-            is_whole=is_settled and has_trainer and has_scorers and not missing,
-            is_short=has_trainer and has_scorers and all(member.state is State.LOST for member in missing),
+            is_whole=is_settled and are_others and not missing,
+            is_short=are_others and all(member.state is State.LOST for member in missing),
             step=self.training.steps.num_booked,
             now_s=_now_s(),
             reason=membership.record().refused or record.reason,
@@ -172,7 +176,10 @@ class RoleChanges:
     # --- what is heard ---
 
     def _reported(self, load: EngineLoad) -> None:
-        self.window.reported(load, now_s=_now_s())
+        member = self.engines.membership.find(load.engine_id)
+        size = None if member is None else member.tensor_parallel_size
+        width = self.rule.roles.layout.width if size is None else size * self.stages
+        self.window.reported(load, width=width, now_s=_now_s())
 
     def _completed(self, trajectory: Trajectory) -> None:
         self.window.completed(num_tokens=trajectory.num_tokens, num_sampled=trajectory.num_trained_tokens)
@@ -217,9 +224,11 @@ class RoleChanges:
             trainer=decision.now.trainer,
             scorers=decision.now.scorers,
             scored_by=decision.now.scored_by,
+            tensor_parallel_size=decision.now.tensor_parallel_size,
             engines_then=decision.then.engines,
             trainer_then=decision.then.trainer,
             scorers_then=decision.then.scorers,
+            tensor_parallel_size_then=decision.then.tensor_parallel_size,
             reason=decision.reason,
             **figures,
         )

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import msgspec
 
@@ -150,8 +151,10 @@ class Scaling:
         number = 1 + self.membership.record().request_id  # who asks by file takes the time for a number, which is larger
         prm = orders.scorers if orders.scored_by == Kind.PRM else None
         rewards = {orders.scored_by: orders.scorers} if is_reward(orders.scored_by) else {}
-        asked = {"engines": orders.engines, "prm": prm, "rewards": rewards, "trainer": orders.trainer}
-        request = ScaleRequest(request_id=number, drain_s=roles.drain_s, **asked)
+        others: dict[str, Any] = {"prm": prm, "rewards": rewards, "trainer": orders.trainer}
+        if (size := orders.tensor_parallel_size) != self.membership.tensor_parallel_size:
+            others = {"tensor_parallel_size": size}  # no order changes both
+        request = ScaleRequest(request_id=number, engines=orders.engines, drain_s=roles.drain_s, **others)
         self._scale(request, tasks, keeps_places=True)  # where it is refused, the next look sees that nothing of it was carried out
 
     def _scale(self, asked: ScaleRequest, tasks: asyncio.TaskGroup, *, keeps_places: bool = False) -> None:

@@ -34,11 +34,19 @@ def why_trainer_fixed(pipeline: PipelineSection, weights: WeightsSection, tinker
     return why_fixed(pipeline, weights, tinker)
 
 
-def why_width_fixed(pipeline: PipelineSection) -> str | None:
-    """Say why a run's engines keep their `tensor_parallel_size`, where they may join and leave; None where they need not."""
-    if pipeline.elastic:
-        return "pipeline.elastic is true, whose units of devices hold engines of one size. Start, or resume, the run without it"
+def why_width_fixed(engine: EngineSection, pipeline: PipelineSection, size: int) -> str | None:
+    """Say why a run's engines cannot get this `tensor_parallel_size`, where they may join and leave; None where they can."""
+    if pipeline.elastic and size not in (sizes := elastic_sizes(engine, pipeline)):
+        return (
+            f"pipeline.elastic is true, whose units of devices hold engines of {', '.join(map(str, sizes))}. Start, or resume, the run with"
+            f" pipeline.elastic_tensor_parallel_sizes = [{', '.join(map(str, sorted({*sizes, size})))}], or without pipeline.elastic"
+        )
     return None
+
+
+def elastic_sizes(engine: EngineSection, pipeline: PipelineSection) -> tuple[int, ...]:
+    """Return each `tensor_parallel_size` that engines of an elastic run may have."""
+    return tuple(sorted({engine.tensor_parallel_size, *pipeline.elastic_tensor_parallel_sizes}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +57,8 @@ class Units:
 
     devices: int
     """Of a unit."""
-    engines: int
-    """That a unit holds."""
+    stages: int = 1
+    """Ranks of an engine for each of its `tensor_parallel_size` (`pipeline_parallel_size`)."""
     core_ranks: int
     """Ranks that the trainer keeps in any case."""
     ranks_per_replica: int
@@ -67,6 +75,10 @@ class Units:
         """Replicas of the trainer that a unit holds."""
         return self.devices / self.ranks_per_replica
 
+    def engines(self, tensor_parallel_size: int) -> int:
+        """Return how many engines of this size a unit holds."""
+        return self.devices // (tensor_parallel_size * self.stages)
+
 
 def scoring_of(prm: PrmSection, rewards: Sequence[RewardSection]) -> dict[str, tuple[int, int]]:
     """Return the models that score on devices: how many engines or processes the run begins with, and the ranks of one."""
@@ -81,18 +93,20 @@ def units_of(
     scoring: Mapping[str, tuple[int, int]] | None = None,
     *,
     least_ranks: int = 1,
+    sizes: Sequence[int] = (),
     whole: int = 1,
 ) -> Units:
-    """Return the units of a run with such engines, a trainer that begins in this layout and keeps `least_ranks`, and models that score
-    (`scoring_of`), in multiples of `whole` devices. Of several such models none changes: their rates say of each alone how fast it is, and
-    not for which of them a device would do most. Nor does one whose ranks fill no unit.
+    """Return the units of a run with such engines, which may get each `tensor_parallel_size` of `sizes`, a trainer that begins in this
+    layout and keeps `least_ranks`, and models that score (`scoring_of`), in multiples of `whole` devices. Of several such models none
+    changes: their rates say of each alone how fast it is, and not for which of them a device would do most. Nor does one whose ranks fill
+    no unit.
     """
-    devices = math.lcm(engine.num_ranks, layout.ranks_per_change, whole)
+    devices = math.lcm(engine.num_ranks, *(size * engine.num_stages for size in sizes), layout.ranks_per_change, whole)
     scored_by, (count, num_ranks) = next(iter(scoring.items())) if scoring is not None and len(scoring) == 1 else ("", (0, 1))
     scorers = 0 if not scored_by or devices % num_ranks else devices // num_ranks
     return Units(
         devices=devices,
-        engines=devices // engine.num_ranks,
+        stages=engine.num_stages,
         core_ranks=layout.ranks - devices * ((layout.ranks - least_ranks) // devices),
         ranks_per_replica=layout.ranks_per_replica,
         scored_by=scored_by if scorers else "",
@@ -127,14 +141,15 @@ def elastic_goes_with(
     for name, cores in (("trainer.cores", trainer.cores), ("engine.cores", engine.cores), ("prm.cores", prm.cores)):
         if cores:
             yield f"pipeline.elastic is true, but {name} names a core for each process of the layout that it begins with. Leave it out."
-    units = units_of(engine, trainer.layout, least_ranks=trainer.least_ranks)
-    if engine.count % units.engines:
+    sizes = elastic_sizes(engine, pipeline)
+    units = units_of(engine, trainer.layout, least_ranks=trainer.least_ranks, sizes=sizes)
+    held, ranks = units.engines(engine.tensor_parallel_size), " or ".join(str(size * engine.num_stages) for size in sizes)
+    if engine.count % held:
         yield (
             f"pipeline.elastic is true, but engine.count is {engine.count}: {units.devices} devices change together (engines of"
-            f" {engine.num_ranks}, {trainer.layout.ranks_per_change} ranks of the trainer), which hold"
-            f" {units.engines} engines. Set a multiple of {units.engines}."
+            f" {ranks} ranks, {trainer.layout.ranks_per_change} ranks of the trainer), which hold {held} engines. Set a multiple of {held}."
         )
-    if engine.count <= units.engines and trainer.ranks <= units.core_ranks:
+    if engine.count <= held and trainer.ranks <= units.core_ranks and len(sizes) == 1:
         yield (
             f"pipeline.elastic is true, but engine.count is {engine.count} and trainer.ranks is {trainer.ranks}: neither can give any away."
             " Raise engine.count, or leave it out."

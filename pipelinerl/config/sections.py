@@ -126,6 +126,10 @@ class PipelineSection(Section):
         False, description="lower max_running while KV caches of engines are full, and raise it again while they have room"
     )
     elastic: bool = Field(False, description="let devices change between engines, trainer ranks and a model that scores, where it pays")
+    elastic_tensor_parallel_sizes: tuple[PositiveInt, ...] = Field(
+        (),
+        description="tensor_parallel_size that pipeline.elastic may give engines, beside the one that they begin with; empty: no other",
+    )
     dispatch: Literal["in_order", "longest_first"] = Field(
         "in_order", description="longest_first: of each group one rollout first, whose length predicts its siblings', then the longest"
     )

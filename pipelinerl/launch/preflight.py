@@ -26,6 +26,7 @@ from pipelinerl.algorithms.unused import unused_parts
 from pipelinerl.config import Config
 from pipelinerl.config.backends import check_installed, check_model
 from pipelinerl.config.families import check_servable, check_trainable, lora_targets
+from pipelinerl.config.file import with_tensor_parallel
 from pipelinerl.config.layout import check_layout
 from pipelinerl.data.hub import model_folder
 from pipelinerl.engine.budget import plan_on
@@ -86,6 +87,7 @@ def check(
         layout,
         backend,
         _settings(config, in_script=in_script),
+        _raised_by(lambda: _elastic_sizes(config, has_model=has_model)),
         _engine_options(config),
         trackers,
     ]
@@ -150,6 +152,15 @@ def _backend(config: Config, *, has_model: bool, runs_here: bool) -> None:
         check_installed(config.trainer.backend)
     if has_model:
         check_model(config.trainer.backend, config.trainer.layout, config.model.path)
+
+
+def _elastic_sizes(config: Config, *, has_model: bool) -> None:
+    """Raise `ConfigError` where no engine could serve with a `tensor_parallel_size` that `pipeline.elastic` may give it."""
+    for size in config.pipeline.elastic_tensor_parallel_sizes if config.pipeline.elastic and has_model else ():
+        try:
+            with_tensor_parallel(config, size)
+        except ConfigError as error:
+            raise ConfigError(f"pipeline.elastic_tensor_parallel_sizes names {size}: {error}") from None
 
 
 def _gateway_packages(config: Config) -> None:

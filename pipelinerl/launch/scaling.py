@@ -179,7 +179,7 @@ def _check_width(config: Config, run_folder: Path, wanted: Wanted) -> None:
     found = ScaleFolder(run_folder).members()
     if found is not None and found.tensor_parallel_size == size:
         return
-    if (why := why_width_fixed(config.pipeline)) is not None:
+    if (why := why_width_fixed(config.engine, config.pipeline, size)) is not None:
         raise ConfigError(f"tensor_parallel_size={size}: {why}")
     with_tensor_parallel(config, size)
 

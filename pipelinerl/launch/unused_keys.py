@@ -61,6 +61,11 @@ def _conditions(config: Config, method: Method) -> Iterator[tuple[tuple[str, ...
     judge = tuple(f"prm.judge.{key}" for key in type(config.prm.judge).model_fields if key != "url")
     yield judge, config.prm.judge.url is not None, "prm.judge.url names no endpoint"
     yield ("trainer.min_ranks",), config.pipeline.elastic, "pipeline.elastic is false: ranks change where a person says so"
+    yield (
+        ("pipeline.elastic_tensor_parallel_sizes",),
+        config.pipeline.elastic,
+        "pipeline.elastic is false: engines get other ranks where a person says so",
+    )
     yield ("trainer.parallel.schedule",), config.trainer.parallel.pipeline > 1, "trainer.parallel.pipeline is 1"
     gathers = config.trainer.layout.shard > 1 and config.trainer.layout.pipeline == 1 and config.trainer.backend == "fsdp2"
     why = "layers are gathered ahead where fsdp2 shards them (trainer.parallel.shard above 1) and no pipeline keeps them"

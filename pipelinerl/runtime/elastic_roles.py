@@ -10,9 +10,10 @@ import msgspec
 
 
 class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that is under way; orders count engines, trainer ranks and engines or processes of the model that scores."""
+    """A change that is under way; orders are engines, trainer ranks, engines or processes of the model that scores, and
+    `tensor_parallel_size` of the engines, which files of earlier releases leave out."""
 
-    before: tuple[int, int, int]
+    before: tuple[int, ...]
     saved_s: float
     """0 where it takes back another one."""
     cost_s: float
@@ -20,10 +21,22 @@ class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that it may take. They begin anew with another orchestrator, whose clock is another one."""
 
 
+class EnginePasses(msgspec.Struct, frozen=True, kw_only=True):
+    """Forward passes of engines of one width, as they were measured: a pass of n sequences of m tokens takes a + b n + c n m seconds."""
+
+    a: float
+    b: float
+    c: float
+    room: float | None = None
+    """Tokens that an engine's KV cache holds; None where nobody has said."""
+    slowness: float | None = None
+    """Times as long as that which engines took for what they wrote in all; None where no window has ended with this width."""
+
+
 class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The rule at one moment."""
 
-    ordered: tuple[int, int, int]
+    ordered: tuple[int, ...]
     """What was ordered last, by this rule or by hand."""
     epoch: int = 0
     """Changes that it has ordered."""
@@ -40,3 +53,5 @@ class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of all of these."""
     away_s: float = 0.0
     """Of these, seconds without a trainer."""
+    passes: dict[int, EnginePasses] = {}
+    """By the ranks of an engine, of every width that the run has had."""

@@ -678,6 +678,7 @@ KEYS = [
     "pipeline.max_running",
     "pipeline.adaptive_concurrency",
     "pipeline.elastic",
+    "pipeline.elastic_tensor_parallel_sizes",
     "pipeline.dispatch",
     "pipeline.routing",
     "pipeline.kv_admission",

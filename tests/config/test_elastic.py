@@ -11,6 +11,7 @@ from orchestrator.controller import not_in_scripts
 from orchestrator.elastic import drain_s_of
 from pipelinerl.config import Config
 from pipelinerl.config.file import parse
+from pipelinerl.config.scaling import elastic_sizes
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.node_roles import check_gpus, record_roles
 from pipelinerl.launch.preflight import Level
@@ -47,7 +48,7 @@ def test_three_engines_and_a_rank_may_change_what_they_do():
         ({"engine": {"count": 1}}, "engine.count is 1 and trainer.ranks is 1: neither can give any away"),
         (
             {"trainer": {"ranks": 2, "parallel": {"shard": 2}}},
-            "engine.count is 3: 2 devices change together (engines of 1, 2 ranks of the trainer), which hold 2 engines",
+            "engine.count is 3: 2 devices change together (engines of 1 ranks, 2 ranks of the trainer), which hold 2 engines",
         ),
     ],
 )
@@ -67,6 +68,15 @@ def test_where_all_ranks_share_one_copy_one_of_them_changes_and_those_that_a_run
         settings(engine={"count": 1}, trainer={"ranks": 2, "parallel": {"shard": "all"}})
     with pytest.raises(ConfigError, match=r"trainer\.min_ranks is 3 but trainer\.ranks is 2: lower it"):
         settings(trainer={"ranks": 2, "min_ranks": 3})
+
+
+def test_units_hold_whole_engines_of_every_size_that_is_named():
+    assert settings(engine={"count": 4}, pipeline={"elastic": True, "elastic_tensor_parallel_sizes": [2]}).engine.count == 4
+    one = settings(engine={"count": 2}, pipeline={"elastic": True, "elastic_tensor_parallel_sizes": [2]})
+    assert elastic_sizes(one.engine, one.pipeline) == (1, 2), "one unit, whose engines get other ranks"
+    said = r"engine\.count is 3: 2 devices change together \(engines of 1 or 2 ranks, 1 ranks of the trainer\), which hold 2 engines"
+    with pytest.raises(ConfigError, match=said):
+        settings(pipeline={"elastic": True, "elastic_tensor_parallel_sizes": [2]})
 
 
 def test_runs_over_the_nodes_of_a_job_are_refused_before_they_are_submitted(tmp_path: Path):

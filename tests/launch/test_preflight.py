@@ -319,6 +319,18 @@ def test_devices_that_change_while_nothing_moves_are_warned_of(settings: Callabl
     assert not said(engine=engine, pipeline={"elastic": True}, **cut), "there nothing may move"
 
 
+def test_sizes_that_no_engine_could_have_are_refused_before_the_run(settings: Callable[..., Config]):
+    def said(*sizes: int, **sections: Any) -> list[str]:
+        engine, pipeline = {"count": 12}, {"elastic": True, "elastic_tensor_parallel_sizes": sizes}
+        return [line for line in failures(checked(settings(engine=engine, pipeline=pipeline, **sections))) if "elastic" in line]
+
+    assert said(2) == []
+    (line,) = said(2, 3)
+    assert "pipeline.elastic_tensor_parallel_sizes names 3: the 4 attention heads of" in line
+    (line,) = said(2, weights={"transport": "nccl"})
+    assert 'weights.transport is "nccl"' in line
+
+
 def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., Config], model: Path, tmp_path: Path):
     copied = tmp_path / "copied"
     copied.mkdir()

@@ -185,6 +185,16 @@ def test_what_a_process_reward_model_cannot_have_is_refused_by_name(
         ({}, ["tensor_parallel_size=2", "trainer=2"], "ask for prm=, reward= and trainer= before or after it"),
         ({"pipeline": {"elastic": True}, "engine": {"count": 2}}, ["tensor_parallel_size=2"], "pipeline.elastic is true, whose units"),
         (
+            {"pipeline": {"elastic": True, "elastic_tensor_parallel_sizes": [2]}, "engine": {"count": 2}},
+            ["tensor_parallel_size=4"],
+            r"hold engines of 1, 2\. Start, or resume, the run with pipeline\.elastic_tensor_parallel_sizes = \[1, 2, 4\]",
+        ),
+        (
+            {"pipeline": {"elastic": True, "elastic_tensor_parallel_sizes": [2]}, "engine": {"count": 2}},
+            ["tensor_parallel_size=2"],
+            "is not live: no orchestrator listens",
+        ),
+        (
             {"weights": {"transport": "nccl"}},
             ["tensor_parallel_size=2"],
             'weights.transport is "nccl": .* Use shared_memory, files or gloo',

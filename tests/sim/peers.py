@@ -106,6 +106,8 @@ class World:
     """One forward pass of an engine."""
     context_s: float = 0.0
     """How much longer it takes for each token that it reads of the sequences that it samples for."""
+    doubled: float = 1.0
+    """Times by which it is quicker in an engine of twice the ranks."""
     length_factors: tuple[float, ...] = (1.0,)
     """By how much longer answers are than `mean_tokens`, by the version that the engine has when it is asked; the last holds on."""
     stage_s: float = 0.05
@@ -286,6 +288,7 @@ async def engine(
     process_id = next(process_ids)
     link.introduce(lambda kept: [loop.introduce(kept, process_id=process_id, request_id=request_id)])
     next_load = busy_s = idle_s = 0.0
+    slow = (1 + 0.1 * engine_id) * world.doubled ** -math.log2(tensor_parallel_size)
     while True:
         began = clock()
         message = await _message_within(link, seconds=1.0) if not loop.has_work and not loop.is_swapping else link.receive(0)
@@ -297,7 +300,7 @@ async def engine(
             loop.handle(message)
             message = link.receive(0)
         began, has_work = clock(), loop.has_work
-        await asyncio.sleep((world.step_s + world.context_s * fake.num_context) * (1 + 0.1 * engine_id))
+        await asyncio.sleep((world.step_s + world.context_s * fake.num_context) * slow)
         loop.advance()
         if world.kv_tokens is not None:
             await asyncio.sleep(world.prefill_s * fake.num_computed)

@@ -20,9 +20,12 @@ class RolesRow:
     """Engines, or processes, of the model that scores, 0 where none change; these three before the decision."""
     scored_by: str = "prm"
     """That model: prm, or the key of a reward model, such as `reward.1`."""
+    tensor_parallel_size: int = 1
+    """Of engines, before the decision."""
     engines_then: int = 0
     trainer_then: int = 0
     scorers_then: int = 0
+    tensor_parallel_size_then: int = 1
     """The same after it; where roles stay, in the best of the other layouts."""
     speed_now: float | None = None
     """Sampled tokens per second of the layout before, by what the window has shown; None where no window was weighed."""
@@ -65,12 +68,12 @@ class RolesRow:
                 return f"roles stay {self._said(*self._now)}{self._figures}"
 
     @property
-    def _now(self) -> tuple[int, int, int]:
-        return self.engines, self.trainer, self.scorers
+    def _now(self) -> tuple[int, int, int, int]:
+        return self.engines, self.trainer, self.scorers, self.tensor_parallel_size
 
     @property
-    def _then(self) -> tuple[int, int, int]:
-        return self.engines_then, self.trainer_then, self.scorers_then
+    def _then(self) -> tuple[int, int, int, int]:
+        return self.engines_then, self.trainer_then, self.scorers_then, self.tensor_parallel_size_then
 
     @property
     def _figures(self) -> str:
@@ -79,5 +82,7 @@ class RolesRow:
         saved = f", {self.saved_s:.0f} s saved for {self.cost_s:.0f} s" if self.saved_s is not None and self.cost_s is not None else ""
         return f": {self.speed_then:.0f} tokens/s in place of {self.speed_now:.0f}{saved}"
 
-    def _said(self, engines: int, trainer: int, scorers: int) -> str:
-        return f"engines={engines} trainer={trainer}" + (f" {self.scored_by}={scorers}" if scorers else "")
+    def _said(self, engines: int, trainer: int, scorers: int, size: int) -> str:
+        has_size = max(self.tensor_parallel_size, self.tensor_parallel_size_then) > 1
+        ranks = f" tensor_parallel_size={size}" if has_size else ""
+        return f"engines={engines}{ranks} trainer={trainer}" + (f" {self.scored_by}={scorers}" if scorers else "")

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from orchestrator.rules.drift import Drift
-from orchestrator.rules.pass_profile import PassSeconds
 from orchestrator.rules.role_orders import FIRST_WINDOW, Decision, Orders, RoleOrders, Seen, Word, layout_of, orders_of
 from orchestrator.rules.roles import HOLD_WINDOWS, Layout, Pool, Roles, Window
 from orchestrator.rules.switch_seconds import FIRST_S, SwitchSeconds
@@ -20,10 +19,10 @@ from pipelinerl.config.engines import EngineSection
 from pipelinerl.config.layout import Layout as TrainerLayout
 from pipelinerl.config.scaling import Units, scoring_of, units_of
 from pipelinerl.config.scoring import PrmSection, RewardSection
-from pipelinerl.runtime.elastic_roles import RolesRecord
+from pipelinerl.runtime.elastic_roles import EnginePasses, RolesRecord
 
-ONE = Units(devices=1, engines=1, core_ranks=1, ranks_per_replica=1)
-PASSES = PassSeconds(a=0.01, b=0.001, c=0.0)
+ONE = Units(devices=1, core_ranks=1, ranks_per_replica=1)
+PASSES = EnginePasses(a=0.01, b=0.001, c=0.0)
 """Ten sequences in 20 ms."""
 WINDOW = Window(tokens=30_000, num_steps=2, context=1000, slowness=1.0, replica_rate=300)
 BEGAN, OTHER = Orders(3, 1), Orders(2, 2)
@@ -54,7 +53,7 @@ def seen(
 
 
 def planned(found: RoleOrders, *, step: int = 2, now_s: float = 0.0, window: Window = WINDOW, wanted: Orders = BEGAN) -> Decision | None:
-    return found.plan(seen(wanted, step=step, now_s=now_s), window, PASSES, slots=10, room=1e9)
+    return found.plan(seen(wanted, step=step, now_s=now_s), window, {1: PASSES}, slots=10)
 
 
 def test_a_layout_that_pays_is_ordered_and_taken_once_everybody_is_there():
@@ -185,22 +184,22 @@ def test_an_order_by_hand_in_the_middle_of_a_change_ends_it():
 def test_units_are_as_few_devices_as_hold_whole_engines_and_whole_copies_of_the_model():
     wide = EngineSection.model_validate({"options": {"tensor_parallel_size": 2}})
     assert units_of(EngineSection(), TrainerLayout(ranks=1)) == ONE  # pyright: ignore[reportCallIssue]
-    assert units_of(wide, TrainerLayout(ranks=3)) == Units(devices=2, engines=1, core_ranks=1, ranks_per_replica=1)
+    assert units_of(wide, TrainerLayout(ranks=3)) == Units(devices=2, core_ranks=1, ranks_per_replica=1)
     sharded = units_of(wide, TrainerLayout(ranks=8, shard=4))
-    assert (sharded.devices, sharded.engines, sharded.core_ranks, sharded.replicas) == (4, 2, 4, 4)
+    assert (sharded.devices, sharded.engines(2), sharded.core_ranks, sharded.replicas) == (4, 2, 4, 4)
     tensor = units_of(EngineSection(), TrainerLayout(ranks=4, tensor=4))  # pyright: ignore[reportCallIssue]
-    assert (tensor.devices, tensor.engines, tensor.core_ranks, tensor.replicas) == (4, 4, 4, 1)
+    assert (tensor.devices, tensor.engines(1), tensor.core_ranks, tensor.replicas) == (4, 4, 4, 1)
     shared = units_of(wide, TrainerLayout(ranks=8, shard=4, context=2, shards_all=True), least_ranks=3)
-    assert (shared.devices, shared.engines, shared.core_ranks, shared.replicas) == (2, 1, 4, 1), "a replica of one copy may join"
+    assert (shared.devices, shared.engines(2), shared.core_ranks, shared.replicas) == (2, 1, 4, 1), "a replica of one copy may join"
     assert units_of(wide, TrainerLayout(ranks=8, shard=4), whole=8).devices == 8
 
 
 def test_orders_that_are_no_whole_units_have_no_layout_and_nothing_is_planned_from_them():
-    two = Units(devices=2, engines=2, core_ranks=2, ranks_per_replica=1)
+    two = Units(devices=2, core_ranks=2, ranks_per_replica=1)
     layout = Layout(engines=3, width=1, trainers=1)
     assert orders_of(layout, two) == Orders(6, 4)
-    assert layout_of(Orders(6, 4), two, width=1) == layout
-    assert {layout_of(one, two, width=1) for one in (Orders(5, 4), Orders(6, 3), Orders(6, 1), Orders(0, 2))} == {None}
+    assert layout_of(Orders(6, 4), two) == layout
+    assert {layout_of(one, two) for one in (Orders(5, 4), Orders(6, 3), Orders(6, 1), Orders(0, 2))} == {None}
     found = RoleOrders(rule().roles, two, wanted=Orders(6, 2))
     odd = found.follow(seen(Orders(5, 2)))
     assert odd is not None
@@ -290,7 +289,7 @@ def test_what_there_is_is_shared_without_an_engine_that_is_given_up_and_with_it_
     assert (lost.word, lost.then, lost.reason) == (Word.LOST, BEGAN, "waited 60 s for engine-2 to come")
     assert found.roles.layout == Layout(engines=2, width=1)
     assert found.follow(LOST) is None, "it is said once"
-    begun = found.plan(LOST, WINDOW, PASSES, slots=10, room=1e9)
+    begun = found.plan(LOST, WINDOW, {1: PASSES}, slots=10)
     assert begun is not None
     assert begun.orders == OTHER, "one engine, two ranks, and the place of the one that is lost"
     assert found.follow(dataclasses.replace(LOST, wanted=OTHER)) is not None
@@ -320,7 +319,7 @@ def test_a_change_that_takes_engines_away_is_done_though_another_engine_is_lost_
 
 
 def test_engines_that_are_given_up_may_leave_no_whole_units():
-    two = Units(devices=2, engines=2, core_ranks=2, ranks_per_replica=1)
+    two = Units(devices=2, core_ranks=2, ranks_per_replica=1)
     found = RoleOrders(rule().roles, two, wanted=Orders(6, 2))
     lost = found.follow(dataclasses.replace(LOST, wanted=Orders(6, 2)))
     assert lost is not None
@@ -359,27 +358,27 @@ def test_a_process_reward_models_engines_change_with_whole_units_and_one_unit_of
     assert units_with(engine, PrmSection()) == ONE, "there is none"  # pyright: ignore[reportCallIssue]
     wide = EngineSection.model_validate({"options": {"tensor_parallel_size": 2}})
     assert units_with(wide, prm(count=4)).core_scorers == 2
-    assert orders_of(Layout(engines=2, width=1, scorers=1), units) == Orders(2, 1, 2, "prm")
-    assert layout_of(Orders(2, 1, 2, "prm"), units, width=1) == Layout(engines=2, width=1, scorers=1)
-    assert layout_of(Orders(2, 1, 3, "prm"), units_with(wide, prm(count=4)), width=2) is None
+    assert orders_of(Layout(engines=2, width=1, scorers=1), units) == Orders(2, 1, 2, scored_by="prm")
+    assert layout_of(Orders(2, 1, 2, scored_by="prm"), units) == Layout(engines=2, width=1, scorers=1)
+    assert layout_of(Orders(2, 1, 3, 2, scored_by="prm"), units_with(wide, prm(count=4))) is None
     pool = dataclasses.replace(rule().roles.pool, core_scorers=1.0)
-    found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(3, 1, 1, "prm"))
+    found = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(3, 1, 1, scored_by="prm"))
     found.roles.drift.contexts(WINDOW.context, number=1)
     found.seconds.started(10.0)
     window = dataclasses.replace(WINDOW, replica_rate=2000, scorer_rate=300)
-    begun = planned(found, window=window, wanted=Orders(3, 1, 1, "prm"))
+    begun = planned(found, window=window, wanted=Orders(3, 1, 1, scored_by="prm"))
     assert begun is not None
-    assert (begun.word, begun.orders) == (Word.BEGINS, Orders(2, 1, 2, "prm"))
+    assert (begun.word, begun.orders) == (Word.BEGINS, Orders(2, 1, 2, scored_by="prm"))
     assert str(begun.orders) == "engines=2 trainer=1 prm=2"
-    followed = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(2, 1, 2, "prm"))
+    followed = RoleOrders(Roles(pool, Layout(engines=3, width=1), window_steps=2), units, wanted=Orders(2, 1, 2, scored_by="prm"))
     followed.restore(found.record)
     for one in (found, followed):
-        taken = one.follow(seen(Orders(2, 1, 2, "prm"), now_s=10.0))
+        taken = one.follow(seen(Orders(2, 1, 2, scored_by="prm"), now_s=10.0))
         assert taken is not None
         assert taken.word is Word.TAKEN
-    back = planned(found, step=8, window=dataclasses.replace(window, scorer_rate=2000), wanted=Orders(2, 1, 2, "prm"))
+    back = planned(found, step=8, window=dataclasses.replace(window, scorer_rate=2000), wanted=Orders(2, 1, 2, scored_by="prm"))
     assert back is not None
-    assert (back.word, back.orders) == (Word.BEGINS, Orders(3, 1, 1, "prm"))
+    assert (back.word, back.orders) == (Word.BEGINS, Orders(3, 1, 1, scored_by="prm"))
 
 
 def test_a_reward_models_processes_change_where_it_is_the_only_model_that_scores():

@@ -44,19 +44,19 @@ def counts(second: float, *, sampled: float = 0.0, trained: float = 0.0, held_s:
 def after_ten_seconds(window: RoleWindow, *, idle: float = 0.0, began_s: int = 0, context: int = 100) -> None:
     for second in range(began_s + 1, began_s + 11):
         for engine_id in (0, 1):
-            window.reported(load(engine_id, second, idle=idle, context=context), now_s=float(second))
+            window.reported(load(engine_id, second, idle=idle, context=context), width=1, now_s=float(second))
 
 
 def begun(*, least_steps: int = 1) -> RoleWindow:
     window = RoleWindow(slots=4, least_steps=least_steps)
     for engine_id in (0, 1):
-        window.reported(load(engine_id, 0), now_s=0.0)
+        window.reported(load(engine_id, 0), width=1, now_s=0.0)
     window.begin(counts(0.0))
     return window
 
 
 def seen(window: RoleWindow, at: Counts) -> tuple[Window, PassSeconds]:
-    found = window.window(at, engines_of_unit=1)
+    found = window.window(at, width=1, engines_of_unit=1)
     assert found is not None
     return found
 
@@ -81,7 +81,9 @@ def test_what_lies_between_two_passes_makes_engines_slow_and_time_without_a_requ
     for second in range(1, 11):
         for engine_id in (0, 1):  # half of the passes that fit into the time, and never without a request
             one = load(engine_id, second, idle=0.5)
-            window.reported(EngineLoad(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "idle_s": 0.0}), now_s=float(second))
+            window.reported(
+                EngineLoad(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "idle_s": 0.0}), width=1, now_s=float(second)
+            )
     window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(10.0, sampled=2000, trained=1000))
     assert found.slowness == pytest.approx(2.0)
@@ -125,8 +127,8 @@ def test_a_replica_is_as_fast_as_it_is_for_what_is_being_written():
 def test_an_engine_that_starts_again_counts_anew():
     window = begun()
     after_ten_seconds(window)
-    window.reported(load(0, 1), now_s=40.0)
-    window.reported(load(0, 2), now_s=41.0)
+    window.reported(load(0, 1), width=1, now_s=40.0)
+    window.reported(load(0, 2), width=1, now_s=41.0)
     window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
     found, _ = seen(window, counts(41.0, sampled=4200, trained=1000))
     assert found.slowness == pytest.approx(1.0), "half a minute in which it started is nobody's pass"
@@ -136,9 +138,9 @@ def test_a_window_has_as_many_steps_as_it_has_to():
     window = begun(least_steps=2)
     after_ten_seconds(window)
     window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
-    assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is None
+    assert window.window(counts(10.0, sampled=4000, trained=1000), width=1, engines_of_unit=1) is None
     window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=STEP_S)
-    assert window.window(counts(10.0, sampled=4000, trained=1000), engines_of_unit=1) is not None
+    assert window.window(counts(10.0, sampled=4000, trained=1000), width=1, engines_of_unit=1) is not None
 
 
 @pytest.mark.parametrize("missing", ["reports", "steps", "trained tokens", "a beginning"])
@@ -151,14 +153,14 @@ def test_without_any_of_them_nothing_is_measured(missing: str):
     if missing == "a beginning":
         window.stop()
     trained = 0 if missing == "trained tokens" else 1000
-    assert window.window(counts(10.0, sampled=4000, trained=trained), engines_of_unit=1) is None
+    assert window.window(counts(10.0, sampled=4000, trained=trained), width=1, engines_of_unit=1) is None
 
 
 def test_a_window_in_which_an_engine_has_said_nothing_for_a_while_says_nothing():
     window = begun()
-    window.reported(load(0, 10), now_s=SILENT_S)
+    window.reported(load(0, 10), width=1, now_s=SILENT_S)
     assert window.began is not None
-    window.reported(load(1, 11), now_s=SILENT_S + 1)
+    window.reported(load(1, 11), width=1, now_s=SILENT_S + 1)
     assert window.began is None, "it may have stood still"
     assert window.silence_s((0, 1), now_s=2 * SILENT_S) == SILENT_S
     assert window.silence_s((1,), now_s=2 * SILENT_S) == SILENT_S - 1
@@ -169,14 +171,14 @@ def test_a_window_in_which_an_engine_has_said_nothing_for_a_while_says_nothing()
 def test_an_engine_whose_clock_jumps_ends_the_window_and_its_passes_are_not_fitted(jump_s: float):
     window = begun()
     after_ten_seconds(window)
-    fitted = window.profile.fit()
+    fitted = window.profiles[1].fit()
     one = load(0, 11)
-    window.reported(msgspec.structs.replace(one, busy_s=one.busy_s + jump_s), now_s=11.0)
+    window.reported(msgspec.structs.replace(one, busy_s=one.busy_s + jump_s), width=1, now_s=11.0)
     assert window.began is None
-    assert window.profile.fit() == fitted
+    assert window.profiles[1].fit() == fitted
     after = load(0, 12)
     window.begin(counts(11.0))
-    window.reported(msgspec.structs.replace(after, busy_s=after.busy_s + jump_s), now_s=12.0)
+    window.reported(msgspec.structs.replace(after, busy_s=after.busy_s + jump_s), width=1, now_s=12.0)
     assert window.began is not None, "it goes on from there"
 
 
@@ -204,10 +206,10 @@ def test_what_a_unit_of_the_process_reward_model_scores_while_it_works():
     after_ten_seconds(window)
     window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=10.0)
     at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), scored_s=10.0)
-    found = window.window(at, engines_of_unit=1, scorers_of_unit=2)
+    found = window.window(at, width=1, engines_of_unit=1, scorers_of_unit=2)
     assert found is not None
     assert found[0].scorer_rate == 1000
-    assert window.window(dataclasses.replace(at, scored_s=2.0), engines_of_unit=1, scorers_of_unit=2) is None, "nothing was scored"
+    assert window.window(dataclasses.replace(at, scored_s=2.0), width=1, engines_of_unit=1, scorers_of_unit=2) is None, "nothing was scored"
     assert seen(window, dataclasses.replace(at, scored_s=None))[0].scorer_rate is None
 
 
@@ -219,9 +221,9 @@ def test_what_models_score_at_most_that_do_not_change():
     window.trained(num_tokens=1000, working_s=1.0, num_replicas=1, now_s=10.0)
     at = dataclasses.replace(counts(10.0, sampled=4000, trained=2000), others_s=(10.0, 5.0, 0.0))
     for numbers, most in (((1, 2, 1), 500), ((8, 2, 1), 2000)):
-        found = window.window(at, engines_of_unit=1, others=numbers)
+        found = window.window(at, width=1, engines_of_unit=1, others=numbers)
         assert found is not None
         assert found[0].scored_most == most
-    still = window.window(dataclasses.replace(at, others_s=(2.0, 1.0, 0.0)), engines_of_unit=1, others=(1, 2, 1))
+    still = window.window(dataclasses.replace(at, others_s=(2.0, 1.0, 0.0)), width=1, engines_of_unit=1, others=(1, 2, 1))
     assert still is not None
     assert still[0].scored_most is None
