@@ -162,6 +162,7 @@ class RoleOrders:
             first_s=seconds.first_s,
             num_switches=seconds.num,
             switches_s=seconds.switches_s,
+            num_trainer_switches=seconds.num_of_trainer,
             away_s=seconds.all_away_s,
             passes={width: msgspec.structs.replace(one, slowness=roles.slowness.get(width)) for width, one in self._passes.items()},
         )
@@ -169,7 +170,11 @@ class RoleOrders:
     def restore(self, earlier: RolesRecord) -> None:
         """Go on from what an earlier orchestrator has left."""
         self.seconds = SwitchSeconds(
-            first_s=earlier.first_s, num=earlier.num_switches, switches_s=earlier.switches_s, away_s=earlier.away_s
+            first_s=earlier.first_s,
+            num=earlier.num_switches,
+            switches_s=earlier.switches_s,
+            num_of_trainer=earlier.num_trainer_switches,
+            away_s=earlier.away_s,
         )
         self._passes = dict(earlier.passes)
         self.roles.slowness = {width: one.slowness for width, one in self._passes.items() if one.slowness is not None}
@@ -260,7 +265,7 @@ class RoleOrders:
 
     def _done(self, change: Change, seen: Seen) -> Decision:
         self.roles.done(change.epoch)
-        self.seconds.ended(seen.now_s)
+        self.seconds.ended(seen.now_s, of_trainer=change.after.trainers != change.before.trainers)
         return Decision(word=Word.TAKEN, now=self._before, then=self._ordered)
 
     def _late(self, change: Change, seen: Seen) -> Decision:

@@ -135,7 +135,7 @@ class Pool:
     switch_s: float
     """Seconds from the end of one role until a unit has taken up another: processes, weights, groups."""
     away_s: float = 0.0
-    """Of these, seconds in which the core does not train, where replicas join or leave it."""
+    """Seconds in which the core does not train, where replicas join or leave it; more than `switch_s` where other changes are shorter."""
     least_deadline_s: float = 0.0
     """Seconds that a change may take in any case: whoever carries it out has deadlines of their own."""
     last_step: float = math.inf
@@ -344,7 +344,7 @@ class Roles:
         meanwhile = self._speed(stays, window) / self._speed(self.layout, window)
         computed_s = num_leaving * window.held_tokens * window.recompute_s / max(1, num_staying or num_engines(after, self.pool))
         away_s = self.pool.away_s if after.trainers != self.layout.trainers else 0.0
-        return away_s + (self.pool.switch_s - away_s) * (1 - min(1.0, meanwhile)) + computed_s
+        return away_s + max(0.0, self.pool.switch_s - away_s) * (1 - min(1.0, meanwhile)) + computed_s
 
 
 def num_engines(layout: Layout, pool: Pool) -> int:

@@ -51,7 +51,9 @@ class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Changes that were carried out while one orchestrator watched."""
     switches_s: float = 0.0
     """Seconds of all of these."""
+    num_trainer_switches: int = 0
+    """Of these changes, those that gave the trainer other ranks."""
     away_s: float = 0.0
-    """Of these, seconds without a trainer."""
+    """Their seconds without a trainer."""
     passes: dict[int, EnginePasses] = {}
     """By the ranks of an engine, of every width that the run has had."""

@@ -119,8 +119,22 @@ def test_seconds_of_a_change_are_a_guess_until_one_was_measured_and_then_the_mea
         found.trainer_is(is_away=True, now_s=began_s + 1)
         found.trainer_is(is_away=True, now_s=began_s + 2)
         found.trainer_is(is_away=False, now_s=began_s + 1 + away_s)
-        found.ended(began_s + 2 * away_s + 2)
+        found.ended(began_s + 2 * away_s + 2, of_trainer=True)
     assert (found.switch_s, found.away_s) == (pytest.approx(12), pytest.approx(5))
+
+
+def test_changes_that_leave_the_trainer_its_ranks_do_not_say_how_long_one_is_away():
+    """Before: an engine that had become a scorer made the next change of the trainer free."""
+    found = SwitchSeconds()
+    found.started(4.0)
+    found.began(100.0)
+    found.ended(120.0, of_trainer=False)
+    assert (found.switch_s, found.away_s) == (pytest.approx(20), pytest.approx(20)), "as long as a change, until one was seen"
+    found.began(200.0)
+    found.trainer_is(is_away=True, now_s=202.0)
+    found.trainer_is(is_away=False, now_s=212.0)
+    found.ended(230.0, of_trainer=True)
+    assert (found.switch_s, found.away_s) == (pytest.approx(25), pytest.approx(10))
 
 
 def test_a_change_that_is_taken_back_leaves_the_layout_before_and_nothing_is_planned_for_a_while():
@@ -376,6 +390,7 @@ def test_a_process_reward_models_engines_change_with_whole_units_and_one_unit_of
         taken = one.follow(seen(Orders(2, 1, 2, scored_by="prm"), now_s=10.0))
         assert taken is not None
         assert taken.word is Word.TAKEN
+    assert found.seconds.away_s == pytest.approx(10), "the trainer was not away, so nothing says for how long it would be"
     back = planned(found, step=8, window=dataclasses.replace(window, scorer_rate=2000), wanted=Orders(2, 1, 2, scored_by="prm"))
     assert back is not None
     assert (back.word, back.orders) == (Word.BEGINS, Orders(3, 1, 1, scored_by="prm"))
