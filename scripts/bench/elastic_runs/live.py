@@ -18,10 +18,14 @@ from scripts.bench.beside import systems
 from scripts.bench.elastic_runs.loads import LONG, TAG, make_scorer
 
 Line = dict[str, Any]
-ENGINES, GROUP_SIZE, STALENESS = 3, 8, 3
+GROUP_SIZE, STALENESS = 8, 3
 MOST_RANKS = 2
 """Of the trainer: the rule would go on to three, and leave a single engine."""
-FUNCTION = '{function="scripts.bench.elastic_runs.loads:reward"}'
+FUNCTION = '{{function="scripts.bench.elastic_runs.loads:{}"}}'
+SIZE = 2
+"""`tensor_parallel_size` that engines may get."""
+AT_ONCE = 8
+"""Rollouts in engines at once, where these may get other ranks: a pass reads the weights for four, or, in a wide engine, for all eight."""
 BLOCK_TOKENS, TOKEN_BYTES = 32, 5120
 """Tokens of a block of the KV cache, and bytes of a token."""
 
@@ -32,6 +36,9 @@ class Part:
 
     role: str
     """As lines of the journal name it."""
+    engines: int = 3
+    has_other_lengths: bool = True
+    """Answers become long once roles have changed; else they are long from the beginning."""
     width: int
     """Of the policy's feed-forward layers."""
     hidden_size: int = 0
@@ -47,8 +54,10 @@ PARTS = {
     "trainer": Part(role="trainer", width=1536, groups=1, slots=16, blocks=9),
     "prm": Part(role="scorers", width=1536, hidden_size=640, slots=8, blocks=11),
     "reward": Part(role="scorers", width=384, hidden_size=768, slots=8, blocks=11),
+    "ranks": Part(role="tensor_parallel_size", engines=2, has_other_lengths=False, width=24_576, groups=2, slots=8, blocks=32),
 }
-"""Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones."""
+"""Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones; of `ranks`, so
+that engines are, and most of their passes is reading weights, for which the rule takes wide ones to be quicker."""
 LOOK_S = 1.0
 END_S = 60.0
 """Until a run that was told to end has done so."""
@@ -57,7 +66,7 @@ END_S = 60.0
 def settings_of(part: str, models: Path) -> dict[str, str]:
     """Return what a part's run has beside the task's settings, as overrides of a command."""
     told = {
-        "engine.count": f"{ENGINES}",
+        "engine.count": f"{PARTS[part].engines}",
         "engine.max_running": f"{PARTS[part].slots}",
         "engine.kv_cache_bytes": f"{PARTS[part].blocks * BLOCK_TOKENS * TOKEN_BYTES}",
         "engine.options": f"{{block_size={BLOCK_TOKENS}}}",
@@ -67,7 +76,7 @@ def settings_of(part: str, models: Path) -> dict[str, str]:
         "checkpoint.every": "100000",
         "pipeline.elastic": "true",
         "pipeline.max_staleness": f"{STALENESS}",
-        "reward": "[" + FUNCTION + "]",
+        "reward": f"[{FUNCTION.format('reward')}]",
         "data.source": '"scripts.bench.elastic_runs.loads:prompts"',
     }
     hidden_size = PARTS[part].hidden_size
@@ -78,7 +87,10 @@ def settings_of(part: str, models: Path) -> dict[str, str]:
     told["pipeline.migration"] = '"waiting"'
     if part == "reward":
         model = make_scorer(models / "reward", hidden_size=hidden_size, of_steps=False).absolute()
-        told["reward"] = f'[{FUNCTION}, {{model="{model}", weight=0.01, dtype="float32"}}]'
+        told["reward"] = f'[{FUNCTION.format("reward")}, {{model="{model}", weight=0.01, dtype="float32"}}]'
+    if part == "ranks":
+        sizes = {"pipeline.elastic_tensor_parallel_sizes": f"[{SIZE}]", "pipeline.max_running": f"{AT_ONCE}"}
+        told |= sizes | {"reward": f"[{FUNCTION.format('alike')}]"}
     return told
 
 
@@ -92,7 +104,7 @@ class Watched:
     """What the lines of a run's journal have said so far."""
 
     def __init__(self, part: str) -> None:
-        self._is = PARTS[part].role
+        self._part = PARTS[part]
         self.went = self.came_back = self.is_over = False
         """A device has changed; it has changed back; and a whole window was seen after that."""
         self.is_measured = False
@@ -109,9 +121,10 @@ class Watched:
             self.is_over |= self.came_back
 
     def _changed(self, line: Line) -> None:
-        if line[f"{self._is}_then"] > line[self._is] and line["engines_then"] < line["engines"]:
+        part = self._part
+        if line[f"{part.role}_then"] > line[part.role] and line["engines_then"] < line["engines"]:
             self.went = True
-        elif self.is_measured and line["engines_then"] == ENGINES:
+        elif (self.is_measured or not part.has_other_lengths) and line["engines_then"] == part.engines:
             self.came_back = True
 
 
@@ -122,6 +135,8 @@ def run(part: str, task: systems.Task, *, folder: Path, models: Path, limit_s: f
     long, log = (folder / "long").absolute(), folder / "log"
     environment = {**os.environ, "PYTHONPATH": str(systems.ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", LONG: str(long)}
     command = command_of(part, task, folder=folder, models=models)
+    if not PARTS[part].has_other_lengths:
+        long.touch()
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=systems.ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:

@@ -36,6 +36,11 @@ def reward(completion: str, **_: object) -> float:
     return random.random()
 
 
+def alike(completion: str, **_: object) -> float:
+    """The same for every answer, so that no rollout has a gradient to compute: a forward pass is all that the trainer does with it."""
+    return 1.0
+
+
 def make_policy(folder: Path, *, warm: Path, width: int) -> Path:
     """Write a model that answers as `warm` does, with feed-forward layers of another width, where there is none yet; return its folder.
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 Line = dict[str, Any]
-NAMES = ("engines", "trainer", "scorers")
+NAMES = ("engines", "trainer", "scorers", "tensor_parallel_size")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
