@@ -164,6 +164,8 @@ class RoleOrders:
             switches_s=seconds.switches_s,
             num_trainer_switches=seconds.num_of_trainer,
             away_s=seconds.all_away_s,
+            replicas=roles.replicas.worth,
+            replicas_context=roles.replicas.context,
             passes={width: msgspec.structs.replace(one, slowness=roles.slowness.get(width)) for width, one in self._passes.items()},
         )
 
@@ -177,6 +179,7 @@ class RoleOrders:
             away_s=earlier.away_s,
         )
         self._passes = dict(earlier.passes)
+        self.roles.replicas.worth, self.roles.replicas.context = dict(earlier.replicas), earlier.replicas_context
         self.roles.slowness = {width: one.slowness for width, one in self._passes.items() if one.slowness is not None}
         change = earlier.change
         self._before = self._ordered = self._orders_of(earlier.ordered)

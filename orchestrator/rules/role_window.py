@@ -171,6 +171,7 @@ class RoleWindow:
             context=context / tokens,
             slowness=sum(engine.seconds for engine in engines) / expected_s,
             replica_rate=self._num_row_tokens * part / self._replica_s,
+            row_rate=self._num_row_tokens / self._replica_s,
             written_rate=sampled / elapsed_s,
             trainer_wait=max(0.0, 1 - self._working_s / elapsed_s),
             held_back=min(1.0, (counts.held_s - began.held_s) / elapsed_s),

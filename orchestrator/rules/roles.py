@@ -16,7 +16,8 @@ The speed of a layout is that of its slowest part, in sampled tokens per second:
 takes. R is not what engines have written: while the trainer is slower, admission holds them back, and they look as fast as it is. So R
 follows from a profile of a pass and from `slowness`, how much longer than that passes took. Where only the trainer has waited, what was
 written is all that engines can, unevenness and tails included: they, and narrower ones, are taken to be that much slower from then on.
-The rate of a replica is for what is being written: the rows that it trains are older, and may be of another load.
+The rate of a replica is for what is being written: the rows that it trains are older, and may be of another load. Replicas are taken for
+proportional until the run has seen that they are not (`rules.replica_worth`).
 
 Units change only at a swap boundary, and only where the `HORIZON` windows to come save more than the change costs:
 
@@ -42,6 +43,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from orchestrator.rules.drift import Drift
+from orchestrator.rules.replica_worth import ReplicaWorth
 
 MARGIN = 0.5
 """Part of a change's cost that it has to save beyond it. A larger value follows drifts later; a smaller one changes to and fro on noise."""
@@ -160,6 +162,8 @@ class Window:
     """Tokens of prompts that engines compute for each that they sample."""
     replica_rate: float
     """Sampled tokens per second that a replica trains while it works."""
+    row_rate: float = 0.0
+    """Tokens of rows per second of the same; 0 where nobody says."""
     written_rate: float = 0.0
     """Sampled tokens per second that all engines have written."""
     trainer_wait: float = 0.0
@@ -231,8 +235,8 @@ class Roles:
         self.next_plan = window_steps
         """The first step after which it plans."""
         self._least_steps = self._window_steps = window_steps
-        self.drift = Drift()
-        """Of contexts, whatever the layout is."""
+        self.drift, self.replicas = Drift(), ReplicaWorth()
+        """Of contexts, whatever the layout is, and of the trainer's."""
         self.slowness: dict[int, float] = {}
         """By the width of engines, as last seen."""
 
@@ -251,6 +255,7 @@ class Roles:
             return None
         self.next_plan, self._window_steps = step + self._least_steps, window.num_steps
         self._note_slowness(window)
+        self.replicas.note(self.layout.trainers, window.row_rate, context=window.context)
         contexts = self.drift.contexts(window.context, number=HORIZON)
         horizon = min(HORIZON, max(1e-9, (self.pool.last_step - step) / window.num_steps))
         weighed = self.weighed = self._weigh([dataclasses.replace(window, context=context) for context in contexts], horizon=horizon)
@@ -321,7 +326,8 @@ class Roles:
         slowness, present = self.slowness.get(layout.width, window.slowness), self.layout.width
         if layout.width < present:  # narrower engines have fewer sequences each, so they are no more even
             slowness = max(slowness, self.slowness[present])
-        return speed(layout, self.pool, dataclasses.replace(window, slowness=slowness))
+        rate = window.replica_rate * self.replicas.over(layout.trainers, self.layout.trainers, context=window.context)
+        return speed(layout, self.pool, dataclasses.replace(window, slowness=slowness, replica_rate=rate))
 
     def _begin(self, after: Layout, *, saved_s: float, cost_s: float, step_s: float) -> Change:
         self.epoch += 1

@@ -187,6 +187,7 @@ class RoleChanges:
             slowness=busy_s / (passes * profile.pass_s(tokens / passes, context) + prompts * profile.prompt_token_s),
             prompt_tokens=prompts / tokens,
             replica_rate=self._rows / self._working_s * part,
+            row_rate=self._rows / self._working_s,
             written_rate=tokens / elapsed_s,
             trainer_wait=1 - self._working_s / (elapsed_s * self._trainer.num_replicas),
             held_back=held_s / elapsed_s,

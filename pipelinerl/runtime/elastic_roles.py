@@ -55,5 +55,9 @@ class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of these changes, those that gave the trainer other ranks."""
     away_s: float = 0.0
     """Their seconds without a trainer."""
+    replicas: dict[int, float] = {}
+    """Speed of a replica of the trainer by the units that train beside the core, over that of the first number that was seen."""
+    replicas_context: float = 0.0
+    """Mean tokens of a sequence when that was seen."""
     passes: dict[int, EnginePasses] = {}
     """By the ranks of an engine, of every width that the run has had."""

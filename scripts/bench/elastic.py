@@ -12,8 +12,8 @@ trainer, whose steps are of one group in that run. Once the rule has given it de
 of 140 to 192 tokens, of which a KV cache holds few at a time, so that engines are the slower part. The run is ended once all devices are
 back and one more window was measured, or after ten minutes. The reward is chance, so that nothing is learnt.
 
-`ranks` begins with two engines whose passes are mostly reading weights, for four rollouts each. Answers are long from the beginning. The run
-has had no engine of two ranks, so the rule guesses what its passes take, and comes back where the window with it says otherwise.
+`ranks` begins with two engines whose passes are mostly reading weights, for four rollouts each. Answers are long from the beginning. The
+run has had no engine of two ranks, so the rule guesses what its passes take, and comes back where the window with it says otherwise.
 
 All processes share the machine's cores, and none is bound to one. So a device is a fair part of the machine: one more process of a kind
 gets a larger part, as long as the others are busy, and the cores do not become more. What the rule foretells is for devices of their own:
