@@ -56,20 +56,20 @@ def test_devices_are_back_once_the_run_has_the_layout_that_it_began_with() -> No
 
 
 def test_answers_become_long_after_a_whole_window_and_the_run_ends_after_one_more() -> None:
-    watched = Watched("trainer")
-    for line in LINES[:6]:
+    watched, began, other = Watched("prm"), (3, 1, 1, 1), (2, 1, 2, 1)
+    for line in (roles(100.0, "begins", began, other, written=480.0), roles(112.0, "taken", began, other)):
         watched.take(line)
     assert (watched.went, watched.is_measured) == (True, False)
-    watched.take(LINES[6])
+    watched.take(roles(140.0, "stays", other, other, written=600.0))
     assert (watched.is_measured, watched.came_back) == (True, False)
-    for line in LINES[7:]:
+    for line in (roles(170.0, "begins", other, began, written=450.0), roles(185.0, "taken", other, began)):
         watched.take(line)
     assert (watched.came_back, watched.is_over) == (True, False)
-    watched.take(roles(220.0, "begins", *THERE, written=700.0))
+    watched.take(roles(220.0, "begins", began, other, written=700.0))
     assert watched.is_over
 
 
-def test_other_ranks_need_no_window_between_there_and_back() -> None:
+def test_where_lengths_stay_no_window_is_needed_between_there_and_back() -> None:
     watched, narrow = Watched("ranks"), (2, 1, 0, 1)
     watched.take(roles(100.0, "taken", narrow, WIDE))
     assert watched.went

@@ -7,13 +7,16 @@
     python -m scripts.bench.elastic --part ranks       # two engines become one of two ranks (tensor_parallel_size)
 
 A run begins with three engines, a rank and, where a model scores, one process of it. The task is the long-tailed one of `peers.py`, whose
-answers are as long as their prompts say. They are of 4 to 8 tokens first, for which the model that scores is the slower part, or the
-trainer, whose steps are of one group in that run. Once the rule has given it devices and has measured a whole window with them, answers are
-of 140 to 192 tokens, of which a KV cache holds few at a time, so that engines are the slower part. The run is ended once all devices are
-back and one more window was measured, or after ten minutes. The reward is chance, so that nothing is learnt.
+answers are as long as their prompts say. They are of 4 to 8 tokens first, for which the model that scores is the slower part. Once the rule
+has given it devices and has measured a whole window with them, answers are of 140 to 192 tokens, of which a KV cache holds few at a time,
+so that engines are the slower part. The run is ended once all devices are back and one more window was measured, or after ten minutes. The
+reward is chance, so that nothing is learnt.
 
-`ranks` begins with two engines whose passes are mostly reading weights, for four rollouts each. Answers are long from the beginning. The
-run has had no engine of two ranks, so the rule guesses what its passes take, and comes back where the window with it says otherwise.
+In `trainer` answers stay short, and steps are of one group, so that the trainer is the slower part, and two ranks that share the machine
+hinder each other more than they help. The rule takes them for proportional until it has seen that, and then gives the device back.
+
+`ranks` begins with two engines whose passes are mostly reading weights, for four rollouts each, and answers are long. The run has had no
+engine of two ranks, so the rule guesses what its passes take, and comes back where the window with it says otherwise.
 
 All processes share the machine's cores, and none is bound to one. So a device is a fair part of the machine: one more process of a kind
 gets a larger part, as long as the others are busy, and the cores do not become more. What the rule foretells is for devices of their own:
@@ -141,7 +144,8 @@ def _notes(part: str, lines: Sequence[dict[str, Any]], decisions: Sequence[Decis
     of_changes = [f"{one.foretold_over_written:.2f}" for one in decisions if one.foretold_over_written is not None]
     gained = [f"{one.written_next / one.written:.2f}" for one in decisions if one.written_next and one.written]
     answers = (f"{2 * low} to {2 * high}" for low, high in (SHORT_COUNTS, LONG_COUNTS))
-    lengths = " and then ".join(answers if shape.has_other_lengths else list(answers)[1:])
+    told = dict(zip(("short", "long"), answers, strict=True))
+    lengths = " and then ".join(told[length] for length in shape.lengths)
     return [
         f"before and after: engines, ranks of the trainer{scored or ' (no model scores: 0)'}, ranks of an engine",
         "begins and stays say on which figures",

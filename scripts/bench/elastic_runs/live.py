@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipelinerl.observe.lines import JournalTail
 from scripts.bench.beside import systems
@@ -37,8 +37,8 @@ class Part:
     role: str
     """As lines of the journal name it."""
     engines: int = 3
-    has_other_lengths: bool = True
-    """Answers become long once roles have changed; else they are long from the beginning."""
+    lengths: tuple[Literal["short", "long"], ...] = ("short", "long")
+    """Of answers: those at the beginning and, where there are two, those once roles have changed and a window was measured."""
     width: int
     """Of the policy's feed-forward layers."""
     hidden_size: int = 0
@@ -51,13 +51,13 @@ class Part:
 
 
 PARTS = {
-    "trainer": Part(role="trainer", width=1536, groups=1, slots=16, blocks=9),
+    "trainer": Part(role="trainer", lengths=("short",), width=1536, groups=1, slots=16, blocks=9),
     "prm": Part(role="scorers", width=1536, hidden_size=640, slots=8, blocks=11),
     "reward": Part(role="scorers", width=384, hidden_size=768, slots=8, blocks=11),
-    "ranks": Part(role="tensor_parallel_size", engines=2, has_other_lengths=False, width=24_576, groups=2, slots=8, blocks=32),
+    "ranks": Part(role="tensor_parallel_size", engines=2, lengths=("long",), width=24_576, groups=2, slots=8, blocks=32),
 }
-"""Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones; of `ranks`, so
-that engines are, and most of their passes is reading weights, for which the rule takes wide ones to be quicker."""
+"""Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones. In `ranks` engines
+are, and most of their passes is reading weights, for which the rule takes wide ones to be quicker."""
 LOOK_S = 1.0
 END_S = 60.0
 """Until a run that was told to end has done so."""
@@ -124,7 +124,7 @@ class Watched:
         part = self._part
         if line[f"{part.role}_then"] > line[part.role] and line["engines_then"] < line["engines"]:
             self.went = True
-        elif (self.is_measured or not part.has_other_lengths) and line["engines_then"] == part.engines:
+        elif (self.is_measured or len(part.lengths) == 1) and line["engines_then"] == part.engines:
             self.came_back = True
 
 
@@ -135,7 +135,7 @@ def run(part: str, task: systems.Task, *, folder: Path, models: Path, limit_s: f
     long, log = (folder / "long").absolute(), folder / "log"
     environment = {**os.environ, "PYTHONPATH": str(systems.ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", LONG: str(long)}
     command = command_of(part, task, folder=folder, models=models)
-    if not PARTS[part].has_other_lengths:
+    if PARTS[part].lengths[0] == "long":
         long.touch()
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=systems.ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -159,7 +159,7 @@ def _watch(process: subprocess.Popen[bytes], part: str, folder: Path, long: Path
         tail = JournalTail(found) if found is not None else tail
         for line in tail.new_lines() if tail is not None else ():
             watched.take(line)
-        if watched.is_measured and not long.exists():
+        if watched.is_measured and PARTS[part].lengths[-1] == "long" and not long.exists():
             long.touch()
             print(f"elastic, {part}: answers are long from now on", flush=True)
     if process.poll() is None:
