@@ -56,7 +56,7 @@ PARTS = {
     "reward": Part(role="scorers", width=384, hidden_size=768, slots=8, blocks=11),
     "ranks": Part(role="tensor_parallel_size", engines=2, lengths=("long",), width=24_576, groups=2, slots=8, blocks=32),
 }
-"""Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones. In `ranks` engines
+"""Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones. In `ranks` they
 are, and most of their passes is reading weights, for which the rule takes wide ones to be quicker."""
 LOOK_S = 1.0
 END_S = 60.0

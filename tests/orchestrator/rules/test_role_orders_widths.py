@@ -136,8 +136,9 @@ def test_ranks_that_somebody_asks_for_are_planned_from():
     assert found.may_plan
 
 
-def test_another_orchestrator_knows_what_each_width_did():
+def test_another_orchestrator_knows_what_each_width_did_and_what_ranks_of_the_trainer_are_worth():
     found = rule()
+    found.roles.replicas.worth, found.roles.replicas.context = {0: 1.0, 1: 0.3}, 100.0
     planned(found)
     found.follow(seen(WIDE, now_s=5.0))
     planned(found, WIDE, step=4, passes={2: EnginePasses(a=0.03, b=0.0, c=0.0, room=900.0)}, slowness=1.5)
@@ -148,6 +149,7 @@ def test_another_orchestrator_knows_what_each_width_did():
     assert after.record.passes == record.passes
     assert (record.passes[1].slowness, record.passes[2].slowness) == (1.0, 1.5)
     assert after.roles.slowness == {1: 1.0, 2: 1.5}
+    assert after.roles.replicas.over(1, 0, context=100.0) == pytest.approx(0.3)
     assert planned(after, WIDE, step=9, passes={}).now == WIDE, "what was seen before is enough to plan from"
     assert after.roles.pool.profiles[2].room == 900.0
 

@@ -69,6 +69,7 @@ def test_speeds_contexts_and_waits_of_a_window():
     found, passes_s = seen(window, counts(10.0, sampled=4000, trained=3000, held_s=4.0))
     assert (found.tokens, found.num_steps, found.context) == (3000, 5, 100)
     assert found.replica_rate == pytest.approx(3000 / (5 * 1.0 * 2))
+    assert found.row_rate == pytest.approx(2000 * 5 / (5 * 1.0 * 2)), "those that nobody sampled, too"
     assert found.written_rate == pytest.approx(400)
     assert (found.trainer_wait, found.held_back) == (pytest.approx(0.5), pytest.approx(0.4))
     assert found.slowness == pytest.approx(1.0)
