@@ -71,7 +71,6 @@ def role_changes_of(parts: Parts, pipeline: Pipeline) -> RoleChanges:
 def _pool(parts: Parts, units: Units, scoring: Prm | RewardModel | None) -> Pool:
     config = parts.config
     admitted = (parts.schedule.max_staleness + 1) * config.batch.groups_per_step * parts.num_siblings
-    running = max(parts.num_siblings, config.pipeline.max_running or admitted)  # a group is sent whole
 
     @functools.cache
     def may_train(ranks: int) -> bool:
@@ -89,7 +88,7 @@ def _pool(parts: Parts, units: Units, scoring: Prm | RewardModel | None) -> Pool
         core_replicas=units.core_ranks / units.ranks_per_replica,
         core_scorers=units.core_scorers / max(1, units.scorers),
         profiles={},
-        most_running=min(admitted, running),
+        most_running=min(admitted, config.pipeline.max_running or admitted),
         switch_s=0.0,
         least_deadline_s=DEADLINES * config.trainer.ready_deadline_s + config.engine.ready_deadline_s,
         last_step=config.trainer.steps,

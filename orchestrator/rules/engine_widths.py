@@ -24,7 +24,7 @@ class EngineWidths:
     @property
     def is_changing(self) -> bool:
         """True until every engine that serves, or is to serve, has the width that was asked for."""
-        return not self.membership.is_of_one_width
+        return self.membership.before is not None or bool(self.membership.of_another_width())
 
     @property
     def has_failed(self) -> bool:

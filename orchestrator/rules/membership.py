@@ -167,11 +167,6 @@ class Membership:
         """Return the ids that serve until engines of the width that was asked for do."""
         return self.present() - self.of_width()
 
-    @property
-    def is_of_one_width(self) -> bool:
-        """True where every engine that serves, or is to serve, has the `tensor_parallel_size` that was asked for, and one has served."""
-        return self.before is None and not self.of_another_width()
-
     def awaited(self) -> set[int]:
         """Return the ids without which the run does not begin, and whose place somebody takes: those that it began with."""
         return {number for number in self.present() if not self._members[number].request_id}

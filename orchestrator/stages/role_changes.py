@@ -121,7 +121,7 @@ class RoleChanges:
         missing, has_trainer = membership.missing(), self.training.session.is_whole
         has_scorers = not any(model.membership.missing() for model in self._models)
         num_scorers, scored_by = self._wanted_scorers
-        are_others = has_trainer and has_scorers and membership.is_of_one_width
+        are_others = has_trainer and has_scorers
         return Seen(
             wanted=Orders(membership.num_wanted, record.wanted, num_scorers, size, scored_by=scored_by),
             num_given_up=membership.num_given_up,

@@ -15,8 +15,8 @@ reward is chance, so that nothing is learnt.
 In `trainer` answers stay short, and steps are of one group, so that the trainer is the slower part, and two ranks that share the machine
 hinder each other more than they help. The rule takes them for proportional until it has seen that, and then gives the device back.
 
-`ranks` begins with two engines whose passes are mostly reading weights, for four rollouts each, and answers are long. The run has had no
-engine of two ranks, so the rule guesses what its passes take, and comes back where the window with it says otherwise.
+`ranks` begins with two engines, which have few rollouts, so that their passes are mostly reading weights; answers are long. The run has had
+no engine of two ranks, so the rule guesses what its passes take, and comes back where the window with it says otherwise.
 
 All processes share the machine's cores, and none is bound to one. So a device is a fair part of the machine: one more process of a kind
 gets a larger part, as long as the others are busy, and the cores do not become more. What the rule foretells is for devices of their own:

@@ -124,12 +124,27 @@ def test_ranks_that_are_asked_for_by_hand_hold_and_the_rule_plans_from_them(tmp_
         launcher.ask(engines=1, tensor_parallel_size=2)
         await launcher.settled(1, 2)
 
-    ended = simulated(settings(steps=50), tmp_path, world=dataclasses.replace(WIDE_PAYS, doubled=1.0), beside=with_launcher(story=story))
+    ended = simulated(settings(steps=50), tmp_path, world=dataclasses.replace(WIDE_PAYS, start_s=10.0), beside=with_launcher(story=story))
     check_whole(ended)
     assert changes(ended)[0] == ("by hand", WIDE)
-    later = decided(ended, "stays", "begins")
+    later = [line for line in decided(ended, "stays", "begins") if line["tensor_parallel_size"] == 2]
     assert later, "one engine of two is a whole unit"
-    assert later[0]["tensor_parallel_size"] == 2
+    assert later[0]["pass_s"]["a"] == pytest.approx(0.05 * 1.2 / 1.8, rel=0.05), "those that write on until it has come are others"
+
+
+def test_ranks_for_which_there_are_no_numbers_are_never_ordered(tmp_path: Path) -> None:
+    """A wide engine would be the third beside two, and there may be two."""
+    ended = simulated(settings(engine={"max_count": 2}), tmp_path)
+    check_whole(ended)
+    assert decided(ended) == []
+    assert {line["tensor_parallel_size_then"] for line in decided(ended, "stays")} == {1}
+
+
+def test_ranks_are_ordered_beside_a_process_reward_model_which_stays_as_it_is(tmp_path: Path) -> None:
+    where = settings(steps=30, prm={"path": "unused", "separator": "="}, algorithm={"name": "process_grpo"})
+    ended = simulated(where, tmp_path)
+    check_whole(ended)
+    assert changes(ended)[:2] == [("begins", WIDE), ("taken", WIDE)]
 
 
 class _Killed(Exception):

@@ -25,7 +25,8 @@ FUNCTION = '{{function="scripts.bench.elastic_runs.loads:{}"}}'
 SIZE = 2
 """`tensor_parallel_size` that engines may get."""
 AT_ONCE = 8
-"""Rollouts in engines at once, where these may get other ranks: a pass reads the weights for four, or, in a wide engine, for all eight."""
+"""Rollouts in engines, from which on no further group is sent, where engines may get other ranks: few, so that a pass is mostly reading
+weights, which one wide engine does once for all of them."""
 BLOCK_TOKENS, TOKEN_BYTES = 32, 5120
 """Tokens of a block of the KV cache, and bytes of a token."""
 

@@ -50,3 +50,10 @@ def test_engines_that_are_given_up_and_come_again_are_told_of() -> None:
     assert lost.words == "roles are shared without engines that are lost: waited 60 s for engine-2 to come"
     assert RolesRow(word="again", engines_then=3, trainer_then=1).words == "roles are shared with engines that have come again"
     assert not lost.is_under_way
+
+
+def test_other_ranks_are_told_where_a_run_has_any() -> None:
+    given = {"engines": 2, "engines_then": 1, "trainer": 1, "trainer_then": 1, "tensor_parallel_size": 1, "tensor_parallel_size_then": 2}
+    assert RolesRow(word="begins", **given).words == "roles change to engines=1 tensor_parallel_size=2 trainer=1"
+    stays = RolesRow(word="stays", **given, speed_now=100.0, speed_then=110.0)
+    assert stays.words == "roles stay engines=2 tensor_parallel_size=1 trainer=1: 110 tokens/s in place of 100"

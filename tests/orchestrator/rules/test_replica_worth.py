@@ -56,6 +56,8 @@ def test_nothing_is_said_of_another_load():
     found.note(ALONE, 800.0, context=400.0)
     assert found.over(THERE, ALONE, context=400.0) == pytest.approx(0.625)
     assert found.over(THERE, ALONE, context=100.0) == 1.0, "the newest load is the one that is remembered"
+    other = seen((1, 1000.0, 100.0), (3, 100.0, 100.0), (3, 100.0, 400.0), (2, 100.0, 400.0))
+    assert other.worth == {3: 1.0, 2: 1.0}, "what one rank did in another load is forgotten"
 
 
 def test_who_says_nothing_of_its_speed_changes_nothing():
