@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from pipelinerl.observe.fold.rows import RolesRow
@@ -53,7 +54,7 @@ def test_engines_that_are_given_up_and_come_again_are_told_of() -> None:
 
 
 def test_other_ranks_are_told_where_a_run_has_any() -> None:
-    given = {"engines": 2, "engines_then": 1, "trainer": 1, "trainer_then": 1, "tensor_parallel_size": 1, "tensor_parallel_size_then": 2}
-    assert RolesRow(word="begins", **given).words == "roles change to engines=1 tensor_parallel_size=2 trainer=1"
-    stays = RolesRow(word="stays", **given, speed_now=100.0, speed_then=110.0)
+    begins = RolesRow(word="begins", engines=2, engines_then=1, trainer=1, trainer_then=1, tensor_parallel_size_then=2)
+    assert begins.words == "roles change to engines=1 tensor_parallel_size=2 trainer=1"
+    stays = dataclasses.replace(begins, word="stays", speed_now=100.0, speed_then=110.0)
     assert stays.words == "roles stay engines=2 tensor_parallel_size=1 trainer=1: 110 tokens/s in place of 100"
