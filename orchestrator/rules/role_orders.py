@@ -320,7 +320,7 @@ def layout_of(orders: Orders, units: Units) -> Layout | None:
     """Return the layout that orders make; None where they are no whole units."""
     width = orders.tensor_parallel_size * units.stages
     further, scorers = orders.trainer - units.core_ranks, orders.scorers - units.core_scorers
-    if orders.engines < 1 or min(further, scorers) < 0 or units.devices % width:
+    if min(orders.engines, width) < 1 or min(further, scorers) < 0 or units.devices % width:
         return None
     if orders.engines * width % units.devices or further % units.devices or (units.scorers and scorers % units.scorers):
         return None

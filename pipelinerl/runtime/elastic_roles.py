@@ -6,14 +6,19 @@ and sees by what the run was asked for how far it came.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Numbers = Annotated[tuple[int, ...], msgspec.Meta(min_length=3, max_length=4)]
+"""An order: engines, trainer ranks, engines or processes of the model that scores, and `tensor_parallel_size` of the engines, which files
+of earlier releases leave out."""
 
 
 class RoleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that is under way; orders are engines, trainer ranks, engines or processes of the model that scores, and
-    `tensor_parallel_size` of the engines, which files of earlier releases leave out."""
+    """A change that is under way."""
 
-    before: tuple[int, ...]
+    before: Numbers
     saved_s: float
     """0 where it takes back another one."""
     cost_s: float
@@ -36,7 +41,7 @@ class EnginePasses(msgspec.Struct, frozen=True, kw_only=True):
 class RolesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The rule at one moment."""
 
-    ordered: tuple[int, ...]
+    ordered: Numbers
     """What was ordered last, by this rule or by hand."""
     epoch: int = 0
     """Changes that it has ordered."""

@@ -329,6 +329,8 @@ def test_sizes_that_no_engine_could_have_are_refused_before_the_run(settings: Ca
     assert "pipeline.elastic_tensor_parallel_sizes names 3: the 4 attention heads of" in line
     (line,) = said(2, weights={"transport": "nccl"})
     assert 'weights.transport is "nccl"' in line
+    unused = notes(checked(settings(pipeline={"elastic_tensor_parallel_sizes": [2]})))
+    assert any("elastic_tensor_parallel_sizes: no effect here, because pipeline.elastic is false" in line for line in unused)
 
 
 def test_a_damaged_weights_file_is_told_from_its_header(settings: Callable[..., Config], model: Path, tmp_path: Path):

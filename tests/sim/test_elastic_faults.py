@@ -59,7 +59,7 @@ def phase_is(given: Beside, phase: Phase) -> bool:
 # --- who follows ---
 
 
-class _Killed(Exception):
+class Killed(Exception):
     """The whole run is gone."""
 
 
@@ -73,7 +73,7 @@ def killed_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
             written.append(name)
             if len(written) == number:
                 monkeypatch.setattr(ScaleFolder, "_write", write)
-                raise _Killed
+                raise Killed
 
     monkeypatch.setattr(ScaleFolder, "_write", and_die)
 
@@ -106,9 +106,9 @@ def killed_in(folder: Path, phase: Phase) -> Disk:
         async with begun(given, disk=disk) as (machine, _), asyncio.TaskGroup() as group:
             group.create_task(starts(machine))
             await until(lambda: phase_is(given, phase))
-            raise _Killed
+            raise Killed
 
-    with pytest.RaisesGroup(_Killed, flatten_subgroups=True):
+    with pytest.RaisesGroup(Killed, flatten_subgroups=True):
         simulated(settings(steps=40), folder, beside=dies, is_recorded=True)
     return disk
 
@@ -119,7 +119,7 @@ def test_whenever_the_orchestrator_is_killed_a_change_is_carried_out_once_or_tak
 ) -> None:
     disk = Disk()
     killed_after(monkeypatch, number)
-    with pytest.RaisesGroup(_Killed, flatten_subgroups=True):
+    with pytest.RaisesGroup(Killed, flatten_subgroups=True):
         simulated(settings(steps=40), tmp_path, beside=with_disk(disk), is_recorded=True)
     before, ranks = ScaleFolder(tmp_path).roles(), ScaleFolder(tmp_path).trainer()
     assert before is not None

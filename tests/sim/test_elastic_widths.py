@@ -18,11 +18,11 @@ import pytest
 from pipelinerl.checker.history import open_history
 from pipelinerl.checker.invariants import check_history
 from pipelinerl.config import Config
-from pipelinerl.runtime.elastic_roles import RolesRecord
 from pipelinerl.runtime.membership import ScaleFolder, State
 from tests.sim import peers
 from tests.sim.run import Beside, Cast, Simulated, config, run
 from tests.sim.test_elastic import decided
+from tests.sim.test_elastic_faults import Killed, killed_after
 from tests.sim.test_engine_widths import Launcher, check_whole
 from tests.sim.trainer_group import Disk, nobody
 from tests.sim.trainer_group import Launcher as TrainerLauncher
@@ -147,27 +147,14 @@ def test_ranks_are_ordered_beside_a_process_reward_model_which_stays_as_it_is(tm
     assert changes(ended)[:2] == [("begins", WIDE), ("taken", WIDE)]
 
 
-class _Killed(Exception):
-    """The whole run is gone."""
-
-
 @pytest.mark.parametrize("number", range(1, 7))
 def test_whenever_the_orchestrator_is_killed_other_ranks_come_once_or_are_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """It dies right after it has written so many files, the first of them the one that remembers a change."""
-    write, written, disk = ScaleFolder._write, list[str](), Disk()
-
-    def and_die(self: ScaleFolder, name: str, value: Any) -> None:
-        write(self, name, value)
-        if written or (isinstance(value, RolesRecord) and value.change is not None):
-            written.append(name)
-            if len(written) == number:
-                monkeypatch.setattr(ScaleFolder, "_write", write)
-                raise _Killed
-
-    monkeypatch.setattr(ScaleFolder, "_write", and_die)
-    with pytest.RaisesGroup(_Killed, flatten_subgroups=True):
+    disk = Disk()
+    killed_after(monkeypatch, number)
+    with pytest.RaisesGroup(Killed, flatten_subgroups=True):
         simulated(settings(), tmp_path, beside=with_launcher(disk=disk), is_recorded=True)
     before, members = ScaleFolder(tmp_path).roles(), ScaleFolder(tmp_path).members()
     assert before is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,9 @@ from orchestrator.rules.pass_profile import DOUBLED, PassSeconds
 from orchestrator.rules.role_orders import Decision, Orders, RoleOrders, Seen, Word, layout_of, orders_of
 from orchestrator.rules.roles import Layout, Pool, Roles, Window
 from pipelinerl.config.scaling import Units
+from pipelinerl.errors import ConfigError
 from pipelinerl.runtime.elastic_roles import EnginePasses, RolesRecord
+from pipelinerl.runtime.membership import ScaleFolder
 
 UNITS = Units(devices=2, core_ranks=1, ranks_per_replica=1)
 ONE = EnginePasses(a=0.04, b=0.001, c=0.0)
@@ -65,6 +68,7 @@ def test_a_layout_says_how_many_engines_of_which_ranks_and_an_order_says_it_back
     assert layout_of(Orders(3, 1, 0, 2), UNITS) == Layout(engines=3, width=2)
     assert layout_of(Orders(3, 1, 0, 1), UNITS) is None, "one and a half units"
     assert layout_of(Orders(2, 1, 0, 3), UNITS) is None, "no engine of three ranks fills a unit of two devices"
+    assert layout_of(Orders(2, 1, 0, 0), UNITS) is None
     staged = Units(devices=4, stages=2, core_ranks=1, ranks_per_replica=1)
     assert layout_of(Orders(2, 1, 0, 1), staged) == Layout(engines=1, width=2), "two stages of one rank each"
     assert orders_of(Layout(engines=1, width=4), staged) == Orders(1, 1, 0, 2)
@@ -152,6 +156,14 @@ def test_another_orchestrator_knows_what_each_width_did_and_what_ranks_of_the_tr
     assert after.roles.replicas.over(1, 0, context=100.0) == pytest.approx(0.3)
     assert planned(after, WIDE, step=9, passes={}).now == WIDE, "what was seen before is enough to plan from"
     assert after.roles.pool.profiles[2].room == 900.0
+
+
+@pytest.mark.parametrize("numbers", ["[1, 1]", "[1, 1, 0, 2, 5]"])
+def test_a_damaged_record_is_refused_by_its_file(numbers: str, tmp_path: Path):
+    (tmp_path / "scale").mkdir()
+    (tmp_path / "scale" / "elastic.json").write_text(f'{{"ordered": {numbers}}}')
+    with pytest.raises(ConfigError, match=r"elastic\.json"):
+        ScaleFolder(tmp_path).roles()
 
 
 def test_a_record_of_an_earlier_release_says_nothing_of_ranks_and_they_are_those_that_the_run_has():
