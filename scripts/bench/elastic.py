@@ -96,7 +96,7 @@ def _task(part: str, *, quick: bool) -> systems.Task:
         model=make_policy(models / f"policy-{part}", warm=warm, width=live.PARTS[part].width),
         steps=QUICK_STEPS if quick else MANY_STEPS,
         groups_per_step=live.PARTS[part].groups,
-        group_size=live.GROUP_SIZE,
+        group_size=live.PARTS[part].group_size,
         max_tokens=countdown.LONGEST + 8,
         context=countdown.MAX_TOKENS,
         learning_rate=1e-6,
@@ -149,7 +149,7 @@ def _notes(part: str, lines: Sequence[dict[str, Any]], decisions: Sequence[Decis
     return [
         f"before and after: engines, ranks of the trainer{scored or ' (no model scores: 0)'}, ranks of an engine",
         "begins and stays say on which figures",
-        f"{seconds:.0f} s, answers of {lengths} tokens; groups of {live.GROUP_SIZE} in a step: {shape.groups}; slots:"
+        f"{seconds:.0f} s, answers of {lengths} tokens; groups of {shape.group_size} in a step: {shape.groups}; slots:"
         f" {shape.slots}; KV caches of {shape.blocks * live.BLOCK_TOKENS} tokens; K = {live.STALENESS}",
         f"foretold over what the next whole window wrote: {', '.join(of_changes) or 'nothing to compare'}; that window over the one"
         f" before the change: {', '.join(gained) or 'nothing to compare'}",

@@ -18,13 +18,13 @@ from scripts.bench.beside import systems
 from scripts.bench.elastic_runs.loads import LONG, TAG, make_scorer
 
 Line = dict[str, Any]
-GROUP_SIZE, STALENESS = 8, 3
+STALENESS = 3
 MOST_RANKS = 2
 """Of the trainer: the rule would go on to three, and leave a single engine."""
 FUNCTION = '{{function="scripts.bench.elastic_runs.loads:{}"}}'
 SIZE = 2
 """`tensor_parallel_size` that engines may get."""
-AT_ONCE = 8
+AT_ONCE = 4
 """Rollouts in engines, from which on no further group is sent, where engines may get other ranks: few, so that a pass is mostly reading
 weights, which one wide engine does once for all of them."""
 BLOCK_TOKENS, TOKEN_BYTES = 32, 5120
@@ -44,6 +44,7 @@ class Part:
     """Of the policy's feed-forward layers."""
     hidden_size: int = 0
     """Of the model that scores."""
+    group_size: int = 8
     groups: int = 8
     """Of a step. With one alone the optimizer's step is a large part of a step of short answers."""
     slots: int
@@ -55,7 +56,7 @@ PARTS = {
     "trainer": Part(role="trainer", lengths=("short",), width=1536, groups=1, slots=16, blocks=9),
     "prm": Part(role="scorers", width=1536, hidden_size=640, slots=8, blocks=11),
     "reward": Part(role="scorers", width=384, hidden_size=768, slots=8, blocks=11),
-    "ranks": Part(role="tensor_parallel_size", engines=2, lengths=("long",), width=24_576, groups=2, slots=8, blocks=32),
+    "ranks": Part(role="tensor_parallel_size", engines=2, lengths=("long",), width=24_576, group_size=2, slots=8, blocks=32),
 }
 """Chosen by trying, so that the role's part of the run is the slower one for short answers, and the engines' for long ones. In `ranks` they
 are, and most of their passes is reading weights, for which the rule takes wide ones to be quicker."""
